@@ -1,0 +1,663 @@
+"""The NAG Transformer, whole: the residual stream, its layers, the head, generation, cost and checkpoints.
+
+A token's way through the model, to be read from top to bottom:
+
+    tokens (B, T) ─ embed ─> Stream(direction (B, T, d), log_norm (B, T))
+      for each of 2·n_layer layers (attention, MLP, attention, …):
+          m      = modulator(direction)          how much this layer would like to turn each token, known beforehand
+          out    = branch(direction)             attention or MLP; it reads the direction alone
+          stream = nag_update(stream, out, α·m)  turn the direction by atan(α·m), grow the norm to match
+    ─ head ─> logits (B, T, V): the direction's agreement with each vocabulary entry, times the norm
+
+Shape letters: B sequences, T tokens of each, d width (n_embd), H heads of hd = d/H features, V vocabulary,
+C preferred directions, L = 2·n_layer layers. The method is that of Figliolia & Millidge, "Scaling Adaptive Depth with
+Norm-Agnostic Residual Networks" (arXiv 2606.16112); its equation numbers stand beside the lines that compute them.
+[R] marks what the paper leaves open and we had to choose.
+"""
+
+import hashlib
+import math
+import os
+import pickle
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Iterator, NamedTuple, Sequence
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class ModelError(ValueError):
+    """A mistake of the caller's, told in one line: what was found, where, and what to do."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration
+
+
+@dataclass
+class Config:
+    """The shape of a model: all that is needed to build one and load its weights."""
+
+    vocab_size: int = 257       # ids 0 … vocab_size−1; the tables are padded to a multiple of 64
+    block_size: int = 256       # context, in tokens
+    n_layer: int = 6            # blocks; each is two layers, attention and MLP
+    n_head: int = 4
+    n_embd: int = 128           # d
+    residual: str = "nag"       # or "prenorm", the baseline
+    n_directions: int = 16      # C, preferred directions of each modulator
+    dropout: float = 0.0
+    alpha_scale: float = 1.0    # α starts at alpha_scale · l^−alpha_power in layer l = 1, 2, … The paper's start is 1/√l
+    alpha_power: float = 0.5    # (eq 23–24), which suits Muon; a flat 0.7 does better under AdamW
+
+    def __post_init__(self):
+        for field in fields(self):
+            value, wanted = getattr(self, field.name), field.type
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (isinstance(value, wanted) or (wanted is float and number)) or isinstance(value, bool):
+                raise ModelError(f"{field.name} {value!r}: expected {wanted.__name__}")
+            if number and not 0 <= value < float("inf"):
+                raise ModelError(f"{field.name} {value}: expected a finite number that is not negative")
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_directions"):
+            if getattr(self, name) < 1:
+                raise ModelError(f"{name} {getattr(self, name)}: expected at least 1")
+        if self.residual not in ("nag", "prenorm"):
+            raise ModelError(f"residual {self.residual!r}: expected nag or prenorm")
+        if self.n_embd % (2 * self.n_head):
+            raise ModelError(f"n_embd {self.n_embd}, n_head {self.n_head}: n_embd must be a multiple of 2·n_head, "
+                             f"since rotary positions turn pairs of a head's features")
+        if self.dropout >= 1:
+            raise ModelError(f"dropout {self.dropout}: expected at least 0 and below 1")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return -(-self.vocab_size // 64) * 64
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The two lanes of the residual stream
+
+
+class Stream(NamedTuple):
+    """The residual R of each token, in two lanes: R = exp(log_norm) · direction."""
+
+    direction: torch.Tensor     # (B, T, d): r = √d · R/‖R‖, eq 3–5. In the pre-norm baseline: R itself
+    log_norm: torch.Tensor      # (B, T), float32 or wider: log(‖R‖/√d). None in the baseline
+
+
+def nag_update(direction, out, gain, log_norm, eps: float = 1e-6) -> Stream:
+    """Turn each token's direction towards a branch's output, and let its norm grow accordingly.
+
+    direction: (…, d), rows of norm √d.  out: (…, d), the branch's output.  gain, log_norm: (…), float32 or wider.
+    Returns the new Stream: direction in its own dtype, all statistics in log_norm's.
+
+    With g the gain that is realised (below), the direction turns by exactly atan(g) and the norm grows by √(1 + g²),
+    whatever the norm was: that is what "norm-agnostic" says. Equations 10–17 of the paper.
+
+    `eps` [R] keeps the gradient finite where nothing is left of `out` besides its mean and its part along the
+    direction. The turn fades smoothly there: u has an RMS ν below 1, and the realised gain is gain · ν.
+    """
+    return Stream(*NagUpdate.apply(direction, out, gain, log_norm, eps))
+
+
+class NagUpdate(torch.autograd.Function):
+    """The update and its derivative. Only the inputs are kept for the backward pass, which computes the rest anew:
+    this takes a third of the memory and half of the time of recorded operations. No second derivatives."""
+
+    @staticmethod
+    def rotate(r, out, gain, eps):
+        """The forward pass, and what the backward pass needs of it. r, out: (…, d); gain: (…, 1)."""
+        c = out - out.mean(-1, keepdim=True)                            # centre
+        along = (c * r).mean(-1, keepdim=True)
+        p = c - along * r                                               # orthogonalise: ⟨p, r⟩ = 0         eq 10–11
+        p_square = p.square().mean(-1, keepdim=True)
+        scale = (p_square + eps).rsqrt()
+        u = p.mul_(scale)                                               # normalise: ‖u‖ = √d               eq 12
+        y = r + gain * u                                                # R_{l+1}, in units of ρ_l          eq 14
+        # The paper divides by √(1 + g²). The measured RMS is the same number, and keeps rounding from piling up.
+        shrink = (y.square().mean(-1, keepdim=True) + 1e-12).rsqrt()
+        return c, along, scale, u, shrink, y.mul_(shrink), p_square * scale**2
+
+    @staticmethod
+    def forward(ctx, direction, out, gain, log_norm, eps):
+        ctx.save_for_backward(direction, out, gain)
+        ctx.eps, dtype = eps, log_norm.dtype
+        *_, turned, nu_square = NagUpdate.rotate(direction.to(dtype), out.to(dtype), gain.unsqueeze(-1), eps)
+        realised_square = gain.square() * nu_square.squeeze(-1)
+        return turned.to(direction.dtype), log_norm + 0.5 * torch.log1p(realised_square)                # eq 15–17
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, d_turned, d_log_norm):
+        direction, out, gain = ctx.saved_tensors
+        dtype = d_log_norm.dtype
+        r, G, D, g = direction.to(dtype), d_turned.to(dtype), d_log_norm.unsqueeze(-1), gain.unsqueeze(-1)
+        c, along, scale, u, shrink, turned, nu_square = NagUpdate.rotate(r, out.to(dtype), g, ctx.eps)
+        growth = D / (1 + g.square() * nu_square)
+        dy = turned.mul_((G * turned).mean(-1, keepdim=True)).neg_().add_(G).mul_(shrink)   # through the measured RMS
+        t = (dy * u).mean(-1, keepdim=True) * r.size(-1)
+        d_gain = t + growth * g * nu_square
+        # p reaches the output through u, whose length it does not change (less t), and through ν in the log-norm
+        d_length = growth * g.square() * ctx.eps * scale**3 - scale * g * t
+        dp = u.mul_(d_length / r.size(-1)).addcmul_(dy, scale * g)
+        q = (dp * r).mean(-1, keepdim=True)
+        dr = dy.addcmul_(dp, along, value=-1).addcmul_(c, q, value=-1)                      # along depends on r and c
+        dc = dp.addcmul_(r, q, value=-1)
+        d_out = dc - dc.mean(-1, keepdim=True)                                              # through the centring
+        return dr.to(direction.dtype), d_out.to(out.dtype), d_gain.squeeze(-1), d_log_norm, None
+
+
+def modulator(direction, preferred, bias, mix, beta) -> torch.Tensor:
+    """m in [0, 1]: how much a layer would like to turn each token, from the token's direction alone (eq 13).
+
+    m = ( Σ_i softmax(mix)_i · σ(⟨r, w_i⟩ + b_i) )^β  with C preferred directions w_i.
+
+    direction: (…, d).  preferred: (C, d).  bias, mix: (C,).  beta: (1,), positive.
+    Returns (…) in bias's dtype, float32 or wider, also under autocast: m decides which layers a token skips.
+    """
+    with torch.autocast(direction.device.type, enabled=False):
+        agreement = torch.sigmoid(F.linear(direction.to(bias.dtype), preferred.to(bias.dtype), bias))       # (…, C)
+        average = agreement @ torch.softmax(mix, dim=0)                                                     # (…)
+        return average.clamp_min(1e-6) ** beta          # the clamp keeps the power's gradient finite
+
+
+def angle_between(before, after) -> torch.Tensor:
+    """Angle through which each token's direction has turned: (…, d), (…, d) -> (…), radians in [0, π].
+
+    Computed in float32 or wider, from the half-angle's tangent, which stays accurate where the arc cosine does not.
+    """
+    dtype = torch.promote_types(before.dtype, torch.float32)
+    a, b = F.normalize(before.to(dtype), dim=-1), F.normalize(after.to(dtype), dim=-1)
+    return 2 * torch.atan2((a - b).norm(dim=-1), (a + b).norm(dim=-1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Branches: what a layer computes. Both read the normalised direction, so there is no LayerNorm here
+
+
+def rotary(positions, head_size: int, dtype):
+    """Cosines and sines of the rotary position angles: (…, T) int64 -> two (…, T, hd/2) tensors."""
+    pair = torch.arange(0, head_size, 2, device=positions.device, dtype=dtype)
+    angles = positions.to(dtype).unsqueeze(-1) * 10_000 ** (-pair / head_size)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, cos, sin) -> torch.Tensor:
+    """Turn the feature pairs (i, i + hd/2) of (B, H, T, hd) by their position's angles."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def banded_mask(query_positions, key_positions, window: int) -> torch.Tensor:
+    """Which keys a query sees: itself and the window − 1 positions before it. (B, T), (B, S) -> (B, 1, T, S) bool."""
+    distance = query_positions[:, :, None] - key_positions[:, None, :]
+    return ((distance >= 0) & (distance < window)).unsqueeze(1)
+
+
+class Context(NamedTuple):
+    """What every attention layer of one forward pass shares."""
+
+    cos: torch.Tensor               # (B or 1, 1, T, hd/2)
+    sin: torch.Tensor
+    mask: torch.Tensor | None       # (B or 1, 1, T, S); None: plain causal attention over the T tokens themselves
+    cache: "KVCache | None" = None
+
+
+class KVCache:
+    """Keys and values of the last block_size positions, in all layers, for decoding one token after another.
+
+    A ring: position p lives in slot p mod block_size, so that the newest token replaces the oldest. The sequences of a
+    batch may differ in length. Which positions the ring holds is known on the host, hence no device synchronisation.
+    """
+
+    def __init__(self, config: Config, batch: int, device, dtype):
+        self.window = config.block_size
+        shape = (config.n_layer, batch, config.n_head, self.window, config.n_embd // config.n_head)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.lengths = [0] * batch                      # tokens seen so far, for each sequence
+
+    def begin(self, n: int):
+        """Announce n new tokens for each sequence. Returns their positions (B, n) and the mask of `extend`'s keys."""
+        device = self.keys.device
+        self.past, self.new = torch.tensor(self.lengths, device=device).unsqueeze(1), n
+        self.filled = min(self.window, max(self.lengths) + (n == 1))
+        self.lengths = [length + n for length in self.lengths]
+        positions = self.past + torch.arange(n, device=device)                                   # (B, n)
+        newest = self.past if n == 1 else self.past - 1         # the newest position in the ring when it is read
+        slot_positions = newest - (newest - torch.arange(self.filled, device=device)) % self.window   # (B, filled)
+        # An empty slot comes out as a negative position; far away it is outside of every window.
+        slot_positions = slot_positions.masked_fill(slot_positions < 0, -self.window - n)
+        keys_at = slot_positions if n == 1 else torch.cat((slot_positions, positions), dim=1)
+        return positions, banded_mask(positions, keys_at, self.window)
+
+    def extend(self, block: int, k, v):
+        """Store one block's new k, v (B, H, n, hd); return all that the new tokens may attend to, (B, H, S, hd)."""
+        keys, values = self.keys[block], self.values[block]
+        held_k, held_v = keys[:, :, :self.filled], values[:, :, :self.filled]
+        if self.new > 1:        # the first new tokens still need the old keys that the last ones replace: copy these
+            held_k, held_v = torch.cat((held_k, k), dim=2), torch.cat((held_v, v), dim=2)
+        last = min(self.new, self.window)
+        offsets = torch.arange(self.new - last, self.new, device=k.device)
+        slots = (self.past + offsets) % self.window                                              # (B, last)
+        sequence = torch.arange(k.size(0), device=k.device).unsqueeze(1)
+        keys[sequence, :, slots] = k[:, :, -last:].transpose(1, 2).to(keys.dtype)
+        values[sequence, :, slots] = v[:, :, -last:].transpose(1, 2).to(values.dtype)
+        return held_k, held_v
+
+    @staticmethod
+    def join(caches: Sequence["KVCache"]) -> "KVCache":
+        """One cache for the sequences of several, in their order."""
+        joined = object.__new__(KVCache)
+        joined.window = caches[0].window
+        joined.keys = torch.cat([cache.keys for cache in caches], dim=1)
+        joined.values = torch.cat([cache.values for cache in caches], dim=1)
+        joined.lengths = [length for cache in caches for length in cache.lengths]
+        return joined
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention. Queries have a matrix of their own, so that some may be left out."""
+
+    def __init__(self, config: Config, block: int):
+        super().__init__()
+        self.n_head, self.dropout, self.block = config.n_head, config.dropout, block
+        self.query = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.key_value = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
+        self.output = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x, context: Context) -> torch.Tensor:
+        B, T, d = x.shape
+        q = self.query(x).view(B, T, self.n_head, -1).transpose(1, 2)                            # (B, H, T, hd)
+        k, v = self.key_value(x).view(B, T, 2 * self.n_head, -1).transpose(1, 2).chunk(2, dim=1)     # (B, H, T, hd)
+        q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
+        if context.cache is not None:
+            k, v = context.cache.extend(self.block, k, v)                                        # (B, H, S, hd)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask, dropout_p=dropout,
+                                           is_causal=context.mask is None)                       # (B, H, T, hd)
+        return self.output(y.transpose(1, 2).reshape(B, T, d))
+
+
+class MLP(nn.Module):
+    """Two matrices with a GELU between them; 4·d features in the middle."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.output = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x, context: Context) -> torch.Tensor:
+        return self.output(F.gelu(self.up(x)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers: a branch and how its output enters the stream
+
+
+class NAGLayer(nn.Module):
+    """A branch that turns the direction by atan(α·m)."""
+
+    def __init__(self, config: Config, branch: nn.Module):
+        super().__init__()
+        self.branch = branch
+        self.dropout = nn.Dropout(config.dropout)
+        self.alpha = nn.Parameter(torch.empty(1))
+        self.beta_raw = nn.Parameter(torch.empty(1))            # β = softplus(beta_raw) > 0
+        self.preferred = nn.Parameter(torch.empty(config.n_directions, config.n_embd))      # w_i
+        self.bias = nn.Parameter(torch.empty(config.n_directions))                          # b_i
+        self.mix = nn.Parameter(torch.empty(config.n_directions))                           # q
+
+    def modulate(self, direction) -> torch.Tensor:
+        """m, (B, T): known before the branch runs."""
+        return modulator(direction, self.preferred, self.bias, self.mix, F.softplus(self.beta_raw))
+
+    def forward(self, stream: Stream, context: Context) -> Stream:
+        direction, log_norm = stream
+        m = self.modulate(direction)                                                             # (B, T)
+        out = self.dropout(self.branch(direction, context))                                      # (B, T, d)
+        return nag_update(direction, out, self.alpha * m, log_norm)
+
+
+class PreNormLayer(nn.Module):
+    """The baseline: a branch reads the normalised residual, and its output is added to the residual."""
+
+    def __init__(self, config: Config, branch: nn.Module):
+        super().__init__()
+        self.branch = branch
+        self.dropout = nn.Dropout(config.dropout)
+        self.norm = nn.RMSNorm(config.n_embd, eps=1e-6)
+
+    def forward(self, stream: Stream, context: Context) -> Stream:
+        residual, _ = stream
+        return Stream(residual + self.dropout(self.branch(self.norm(residual), context)), None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The whole model
+
+
+class NAGTransformer(nn.Module):
+    """A decoder-only language model on a norm-agnostic residual stream, or its pre-norm twin."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        layer = NAGLayer if config.residual == "nag" else PreNormLayer
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.layers = nn.ModuleList()
+        for block in range(config.n_layer):
+            self.layers += [layer(config, Attention(config, block)), layer(config, MLP(config))]
+        self.unembedding = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        if config.residual == "nag":
+            self.log_norm_start = nn.Parameter(torch.empty(1))
+        else:
+            self.final_norm = nn.RMSNorm(config.n_embd, eps=1e-6)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Every initial value, in one place. Each arm has the values that served it best.
+
+                              NAG                           pre-norm
+        embedding             normal, std 0.02              normal, std 0.5
+        unembedding           normal, std 0.02              the same
+        branch matrices       normal, std 1/√fan_in         the same; output matrices divided by √L
+        log-norm at the start −1.2                          –        (first loss close to log V)
+        α of layer l = 1, …   alpha_scale · l^−alpha_power  –        (eq 23–24)
+        w, b, q, β            std 0.02, 0, 0, 1             –
+        RMSNorm gains         –                             1
+
+        NAG's output matrices are not shrunk: the update normalises a branch's output, and where little of it is left
+        the turn fades and the gradient grows.
+        """
+        for name, parameter in self.named_parameters():
+            if name.startswith(("embedding", "unembedding")):
+                prenorm_embedding = name.startswith("embedding") and self.config.residual == "prenorm"
+                parameter.normal_(std=0.5 if prenorm_embedding else 0.02)
+            elif ".branch." in name:
+                parameter.normal_(std=parameter.size(1) ** -0.5)
+                if self.config.residual == "prenorm" and ".output." in name:
+                    parameter.div_(math.sqrt(len(self.layers)))
+        if self.config.residual == "prenorm":
+            return
+        self.log_norm_start.fill_(-1.2)
+        for l, layer in enumerate(self.layers, start=1):
+            layer.alpha.fill_(self.config.alpha_scale * l**-self.config.alpha_power)
+            layer.beta_raw.fill_(math.log(math.expm1(1.0)))
+            layer.preferred.normal_(std=0.02)
+            layer.bias.zero_()
+            layer.mix.zero_()
+
+    def embed(self, tokens) -> Stream:
+        """tokens (B, T) -> Stream. A row of the table is centred and normalised; all tokens start with one norm [R]."""
+        rows = self.embedding(tokens)                                                            # (B, T, d)
+        if self.config.residual == "prenorm":
+            return Stream(rows, None)
+        log_norm = self.log_norm_start.expand(tokens.shape)
+        direction = F.rms_norm(rows - rows.mean(-1, keepdim=True), rows.shape[-1:], eps=1e-12)
+        device = direction.device.type
+        if torch.is_autocast_enabled(device):                   # decided once, here: branches and updates follow
+            direction = direction.to(torch.get_autocast_dtype(device))
+        return Stream(direction, log_norm)
+
+    def head(self, stream: Stream) -> torch.Tensor:
+        """Stream -> logits (B, T, V), float32 or wider.
+
+        logits = ⟨r, ŵ_v⟩/√d · exp(log_norm) with rows ŵ_v centred and of norm √d: the cosine times √d, times the norm,
+        which so acts as an inverse temperature [R for the 1/√d].
+        """
+        if self.config.residual == "prenorm":
+            logits = self.unembedding(self.final_norm(stream.direction))
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        else:
+            table = self.unembedding.weight
+            table = F.normalize(table - table.mean(-1, keepdim=True), dim=-1)                    # ŵ_v/√d: norm 1
+            logits = F.linear(stream.direction, table).to(stream.log_norm.dtype) * stream.log_norm.exp().unsqueeze(-1)
+        return logits[..., :self.config.vocab_size]             # the padding of the vocabulary is never seen outside
+
+    def forward(self, tokens, cache: KVCache | None = None) -> torch.Tensor:
+        """tokens (B, T) int64 -> logits (B, T, V), float32 or wider.
+
+        With a cache, tokens are the next T of each sequence. Without one they start at position 0; a text longer than
+        block_size is attended through a band of that width, which is what decoding with the cache computes.
+        """
+        T, window = tokens.size(1), self.config.block_size
+        if cache is not None:
+            positions, mask = cache.begin(T)
+        else:
+            positions = torch.arange(T, device=tokens.device).unsqueeze(0)
+            mask = None if T <= window else banded_mask(positions, positions, window)
+        stream = self.embed(tokens)
+        table_dtype = torch.promote_types(self.unembedding.weight.dtype, torch.float32)
+        cos, sin = rotary(positions.unsqueeze(1), self.config.n_embd // self.config.n_head, table_dtype)
+        context = Context(cos, sin, mask, cache)
+        for layer in self.layers:
+            stream = layer(stream, context)
+        return self.head(stream)
+
+    def loss(self, tokens, targets) -> torch.Tensor:
+        """Mean cross-entropy in nats a token; tokens, targets (B, T) int64."""
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self, optimizer: str = "muon", learning_rate: float = 4e-3,
+                             matrix_learning_rate: float | None = None, gate_learning_rate: float = 4e-3,
+                             weight_decay: float = 0.1) -> list[torch.optim.Optimizer]:
+        """One or two optimizers that together hold every parameter once; each group keeps its "initial_lr".
+
+        The branches' matrices go to Muon (default rate 0.02) or, with "adamw", to AdamW (default 4e-3; the baseline
+        3e-3); they alone decay. Everything else is AdamW's: embeddings and norms at `learning_rate`; modulators, α and
+        β at `gate_learning_rate`, since what multiplies a whole branch wants its own pace; the log-norm at the start
+        at five times that.
+        """
+        if matrix_learning_rate is None:
+            adamw_rate = 4e-3 if self.config.residual == "nag" else 3e-3
+            matrix_learning_rate = 0.02 if optimizer == "muon" else adamw_rate
+        gates = {"alpha", "beta_raw", "preferred", "bias", "mix"}
+        groups = {"matrices": [], "gates": [], "log_norm": [], "others": []}
+        for name, parameter in self.named_parameters():
+            last = name.rpartition(".")[2]
+            kind = ("matrices" if ".branch." in name else "gates" if last in gates else
+                    "log_norm" if last == "log_norm_start" else "others")
+            groups[kind].append(parameter)
+        matrices = {"params": groups["matrices"], "lr": matrix_learning_rate, "weight_decay": weight_decay}
+        rates = {"gates": gate_learning_rate, "log_norm": 5 * gate_learning_rate, "others": learning_rate}
+        adamw_groups = [{"params": groups[kind], "lr": rate, "weight_decay": 0.0}
+                        for kind, rate in rates.items() if groups[kind]]
+        if optimizer == "muon":
+            optimizers = [torch.optim.Muon([matrices])]
+        elif optimizer == "adamw":
+            optimizers, adamw_groups = [], [matrices] + adamw_groups
+        else:
+            raise ModelError(f"optimizer {optimizer!r}: expected muon or adamw")
+        optimizers.append(torch.optim.AdamW(adamw_groups, betas=(0.9, 0.95), fused=True))
+        for group in (group for each in optimizers for group in each.param_groups):
+            group["initial_lr"] = group["lr"]
+        return optimizers
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Cost
+
+    def num_params(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, context: int | None = None) -> int:
+        """FLOPs of one token's forward pass in a text of `context` tokens (default block_size); training takes 3 times.
+
+        Counted are matrix products, a multiply-add as 2, and attention's scores and values over the whole square of
+        the context, as torch.utils.flop_counter does: 8d² + 4dT for attention, 16d² for an MLP, 2Cd for a modulator,
+        2dV for the head.
+        """
+        d, T = self.config.n_embd, context or self.config.block_size
+        modulators = 2 * len(self.layers) * self.config.n_directions * d if self.config.residual == "nag" else 0
+        return self.config.n_layer * (8 * d**2 + 4 * d * T + 16 * d**2) + modulators + 2 * d * self.config.padded_vocab_size
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Generation
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Sequence[int]) -> tuple[torch.Tensor, KVCache]:
+        """Read a prompt of at least one token, a window at a time. Returns the next token's logits (1, V) and cache."""
+        weight = self.unembedding.weight
+        tokens = torch.as_tensor(prompt, dtype=torch.int64, device=weight.device).reshape(1, -1)
+        if tokens.numel() == 0:
+            raise ModelError("prompt: found no token, expected at least one; start from the end-of-text token")
+        cache = KVCache(self.config, 1, weight.device, weight.dtype)
+        for piece in tokens.split(self.config.block_size, dim=1):
+            logits = self(piece, cache)
+        return logits[:, -1], cache
+
+    @torch.inference_mode()
+    def decode_one_token(self, tokens, cache: KVCache) -> torch.Tensor:
+        """tokens (B,), the newest of each sequence -> logits (B, V) for the next."""
+        return self(tokens.unsqueeze(1), cache)[:, -1]
+
+    def stream(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float = 1.0,
+               top_k: int | None = None, top_p: float | None = None, seed: int = 0) -> Iterator[torch.Tensor]:
+        """Continue each prompt; yields the next token of every one, (B,) int64, max_new_tokens times.
+
+        temperature 0 takes the likeliest token; else one is drawn among the top_k likeliest and the smallest set that
+        holds a share top_p of the probability. Sequence i draws from a generator of its own, seeded with seed + i, so
+        what it becomes does not depend on its neighbours.
+        """
+        was_training = self.training
+        self.eval()
+        try:
+            logits, caches = zip(*(self.prefill(prompt) for prompt in prompts))
+            logits, cache = torch.cat(logits), KVCache.join(caches)
+            generators = [torch.Generator(logits.device).manual_seed(seed + i) for i in range(len(prompts))]
+            for n in range(max_new_tokens):
+                tokens = sample(logits, temperature, top_k, top_p, generators)
+                yield tokens
+                if n + 1 < max_new_tokens:
+                    logits = self.decode_one_token(tokens, cache)
+        finally:
+            self.train(was_training)
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **sampling) -> list[torch.Tensor]:
+        """Each prompt with its continuation, 1-D int64 tensors on the CPU; `sampling` as in `stream`."""
+        new = [tokens.cpu() for tokens in self.stream(prompts, max_new_tokens, **sampling)]
+        prompts = [torch.as_tensor(prompt, dtype=torch.int64).cpu() for prompt in prompts]
+        return [torch.cat((prompt, *(tokens[i:i + 1] for tokens in new))) for i, prompt in enumerate(prompts)]
+
+
+def sample(logits, temperature: float, top_k: int | None, top_p: float | None, generators) -> torch.Tensor:
+    """Draw a token for each row of logits (B, V): (B,) int64; one generator a row."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = (logits - logits.max(-1, keepdim=True).values).double() / temperature     # a tiny temperature is no overflow
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probabilities = logits.softmax(-1)
+    if top_p is not None:
+        ordered, order = probabilities.sort(-1, descending=True)
+        outside = ordered.cumsum(-1) - ordered >= top_p         # the likelier ones hold top_p already; keeps at least one
+        probabilities = probabilities.masked_fill(outside.scatter(-1, order, outside), 0.0)
+    # The largest of p_v / e_v with exponential e_v is v with probability p_v / Σp: a draw without leaving the device.
+    noise = torch.stack([torch.empty_like(probabilities[0]).exponential_(generator=g) for g in generators])
+    return (probabilities / noise).argmax(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints: tensors and plain values in one file, with a digest of each, replaced as a whole
+
+
+def leaves(value, path: str = "") -> Iterator[tuple[str, object]]:
+    """Every tensor and plain value inside nested dicts and lists, with its path."""
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def digests(checkpoint: dict) -> dict[str, str]:
+    """SHA-256 of each tensor, and under "" of everything else."""
+    result, plain = {}, hashlib.sha256()
+    for path, leaf in leaves(checkpoint):
+        if isinstance(leaf, torch.Tensor):
+            data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            result[path] = hashlib.sha256(f"{leaf.dtype} {tuple(leaf.shape)} ".encode() + data.tobytes()).hexdigest()
+        else:
+            plain.update(f"{path}={leaf!r}\n".encode())
+    return result | {"": plain.hexdigest()}
+
+
+def save_checkpoint(path: Path, model: NAGTransformer, meta: dict, **entries):
+    """Write model, config, `meta` (the data's meta.json) and further entries of tensors and plain values to `path`.
+
+    The file is written beside it under a temporary name, flushed to the disk and renamed: `path` is always whole.
+    Raises OSError where it cannot be written; what was there before is still there then.
+    """
+    path = Path(path)
+    checkpoint = {"format": 1, "config": asdict(model.config), "model": model.state_dict(), "meta": meta, **entries}
+    checkpoint["sha256"] = digests(checkpoint)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_checkpoint(path: Path) -> dict:
+    """The entries of a checkpoint, its tensors on the CPU. Nothing in the file is executed.
+
+    Raises ModelError where the file is missing, is not one of ours, or fails its digests.
+    """
+    path = Path(path)
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "no such file"
+        raise ModelError(f"checkpoint {path}: {found}; python train.py writes out/ckpt.pt")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ModelError(f"checkpoint {path}: not opened, since it holds more than tensors and plain values or is "
+                         f"damaged; take an earlier one or train anew") from error
+    except Exception as error:      # a damaged file can fail in any layer below: zip, storage, tensor
+        raise ModelError(f"checkpoint {path}: damaged ({type(error).__name__} on reading it); take an earlier one or "
+                         f"train anew") from error
+    if not isinstance(checkpoint, dict) or "format" not in checkpoint:
+        raise ModelError(f"checkpoint {path}: not a checkpoint of this project; python train.py writes out/ckpt.pt")
+    for entry in ("config", "model", "meta", "sha256"):
+        if entry not in checkpoint:
+            raise ModelError(f"checkpoint {path}: has no {entry!r} entry, so it can be neither sampled nor resumed")
+    recorded = checkpoint.pop("sha256")
+    if recorded != digests(checkpoint):
+        raise ModelError(f"checkpoint {path}: its content does not match its SHA-256 digests; the file is damaged")
+    return checkpoint
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """The device of that name; "auto" takes a GPU where there is one. ModelError where it is not on this machine."""
+    possible = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    possible += ["mps"] if torch.backends.mps.is_available() else []
+    wanted = possible[min(1, len(possible) - 1)] if name == "auto" else "cuda:0" if name == "cuda" else name
+    if wanted not in possible:
+        raise ModelError(f"--device {name}: not on this machine, which has {', '.join(possible)}")
+    return torch.device(wanted)
+
+
+def model_from(checkpoint: dict, device="cpu") -> NAGTransformer:
+    """The model in a checkpoint that `read_checkpoint` returned."""
+    try:
+        model = NAGTransformer(Config(**checkpoint["config"])).to(device)
+        model.load_state_dict(checkpoint["model"])
+    except (TypeError, RuntimeError) as error:
+        raise ModelError(f"checkpoint: its config and weights do not fit this model.py ({error})") from error
+    return model
+
+
+def load_checkpoint(path: Path, device="cpu") -> tuple[NAGTransformer, dict]:
+    """Model in evaluation mode, and the meta of the data it was trained on (prepare_data.encoding_from_meta reads it).
+
+    Raises ModelError as `read_checkpoint` does.
+    """
+    checkpoint = read_checkpoint(path)
+    return model_from(checkpoint, device).eval(), checkpoint["meta"]

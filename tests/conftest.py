@@ -1,0 +1,60 @@
+"""What the tests share: the project on the import path, a tiny model, and a small data set of real text."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")       # as train.py does, and as early: before torch is imported
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from model import Config, NAGTransformer  # noqa: E402  (after the path is set)
+
+
+def tiny_config(**changes) -> Config:
+    return Config(**{"vocab_size": 61, "block_size": 16, "n_layer": 3, "n_head": 2, "n_embd": 24, "n_directions": 5} | changes)
+
+
+def tiny_model(dtype=torch.float64, seed=0, lively=True, **changes) -> NAGTransformer:
+    """A small model; lively: with modulators, gains and embeddings as uneven as after training."""
+    torch.manual_seed(seed)
+    model = NAGTransformer(tiny_config(**changes)).to(dtype)
+    if lively and model.config.residual == "nag":
+        with torch.no_grad():
+            for layer in model.layers:
+                layer.preferred.normal_(std=0.5)
+                layer.bias.normal_()
+                layer.mix.normal_()
+                layer.beta_raw.normal_()
+                layer.alpha.uniform_(0.3, 1.5)
+    return model
+
+
+def tiny_tokens(batch=2, length=16, seed=0, vocab_size=61):
+    return torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="session")
+def python_text(tmp_path_factory) -> Path:
+    """A folder of shards: one package of this Python's standard library, as bytes."""
+    import sysconfig
+    import prepare_data
+    folder = tmp_path_factory.mktemp("data") / "text"
+    prepare_data.main([str(Path(sysconfig.get_paths()["stdlib"]) / "json"),
+                       str(Path(sysconfig.get_paths()["stdlib"]) / "email"), "--out_dir", str(folder)])
+    return folder
+
+
+def fails(main, argv, capsys) -> str:
+    """Run a script's main, expecting a user's mistake: exit status 2 and one line on standard error, which is returned."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main([str(arg) for arg in argv])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2, error
+    assert error.count("\n") == 1 and error.endswith("\n"), error
+    return error

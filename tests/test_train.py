@@ -1,0 +1,322 @@
+"""Promises of train.py: batches, schedule, learning, resuming, and its answers to mistakes."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from conftest import ROOT, fails
+from model import read_checkpoint
+from prepare_data import Shards, find_shards, write_shard
+
+TINY = ["--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--micro_batch", 4, "--batch_tokens", 256,
+        "--n_directions", 4, "--eval_blocks", 8, "--threads", 1, "--device", "cpu"]
+
+
+def run(*flags):
+    train.main([str(flag) for flag in (*TINY, *flags)])
+
+
+def log_of(out_dir, key):
+    lines = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    return [line[key] for line in lines if key in line and "command" not in line]
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000])
+def test_each_block_comes_once_an_epoch_in_an_order_of_its_own(n):
+    epochs = train.shuffled(np.arange(3 * n), n, seed=5).reshape(3, n)
+    assert all(sorted(epoch) == list(range(n)) for epoch in epochs.tolist())
+    if n >= 64:
+        orders = [*epochs.tolist(), train.shuffled(np.arange(n), n, seed=6).tolist(), list(range(n))]
+        assert len({tuple(order) for order in orders}) == 5
+        assert abs(np.corrcoef(epochs[0], np.arange(n))[0, 1]) < 0.3
+
+
+def test_where_a_block_stands_depends_on_its_index_alone():
+    whole = train.shuffled(np.arange(500), 123, seed=1)
+    parts = [train.shuffled(np.arange(first, first + 50), 123, seed=1) for first in range(0, 500, 50)]
+    assert np.array_equal(whole, np.concatenate(parts))
+    assert train.shuffled(np.array([10**12]), 10**7, seed=1).item() < 10**7     # no table of ten million positions
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_that_share_the_micro_batches_of_a_step_see_the_same_blocks(ranks, tmp_path):
+    write_shard(tmp_path / "train.bin", np.arange(40 * 8 + 1, dtype=np.uint16))
+    blocks = train.Blocks(Shards([tmp_path / "train.bin"]), 8, "--data")
+    seen = []
+    for step in range(10):                      # 8 micro-batches of 2 sequences a step; rank r takes r, r + ranks, …
+        micro_batches = {micro: blocks.micro_batch(3, (step * 8 + micro) * 2, 2, "cpu")[0]
+                         for rank in range(ranks) for micro in range(rank, 8, ranks)}
+        seen.append(torch.cat([micro_batches[micro] for micro in range(8)]))
+    assert torch.equal(torch.cat(seen), blocks.micro_batch(3, 0, 160, "cpu")[0])
+    starts = torch.cat(seen)[:, 0] // 8
+    assert all(sorted(epoch.tolist()) == list(range(40)) for epoch in starts.split(40))
+
+
+def test_targets_are_the_tokens_that_follow(tmp_path):
+    write_shard(tmp_path / "train.bin", np.arange(33, dtype=np.uint16))
+    tokens, targets = train.Blocks(Shards([tmp_path / "train.bin"]), 8, "--data").read(np.array([3, 0]), "cpu")
+    assert tokens.tolist() == [list(range(24, 32)), list(range(8))]
+    assert targets.tolist() == [list(range(25, 33)), list(range(1, 9))]
+
+
+# ---- schedule -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps, warmup", [(1, None), (1, 0), (1, 1), (20, None), (20, 20), (20, 0), (1000, None)])
+def test_the_rate_starts_above_zero_peaks_once_and_ends_near_its_minimum(steps, warmup):
+    args = train.parse_args(["--steps", str(steps)] + (["--warmup_steps", str(warmup)] if warmup is not None else []))
+    rates = [train.learning_rate_factor(step, args) for step in range(steps)]
+    assert all(0 < rate <= 1 for rate in rates) and max(rates) == 1
+    peak = rates.index(1)
+    assert rates[:peak] == sorted(rates[:peak]) and rates[peak:] == sorted(rates[peak:], reverse=True)
+    if steps == 1000:
+        assert peak == 49 and rates[0] == 1 / 50 and rates[-1] == pytest.approx(0.1, abs=1e-4)
+
+
+# ---- learning -------------------------------------------------------------------------------------------------------
+
+
+def entropies(data: bytes):
+    """Unigram and bigram entropy of a text's own bytes, in nats: what predictors with no more context can reach at best."""
+    def entropy(symbols):
+        shares = np.unique(symbols, return_counts=True)[1] / len(symbols)
+        return -(shares * np.log(shares)).sum()
+    text = np.frombuffer(data, np.uint8).astype(np.int64)
+    return entropy(text), entropy(text[:-1] * 256 + text[1:]) - entropy(text[:-1])
+
+
+@pytest.mark.parametrize("residual", ["nag", "prenorm"])
+def test_a_small_run_learns_what_takes_attention_over_a_line(residual, tmp_path):
+    """Lines of a small grammar: each repeats its opening word at the end, which takes attention over a whole line."""
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefghijklmnop"), 5)) for _ in range(30)]
+    text = "\n".join(f"{a} {b} {a}" for a, b in rng.choice(words, (6000, 2))).encode()
+    import prepare_data
+    (tmp_path / "text.txt").write_bytes(text)
+    prepare_data.main([str(tmp_path / "text.txt"), "--out_dir", str(tmp_path / "data")])
+    run("--data", tmp_path / "data", "--out_dir", tmp_path / "out", "--steps", 200, "--residual", residual,
+        "--n_embd", 48, "--batch_tokens", 512, "--micro_batch", 16, "--eval_every", 200)
+    unigram, bigram = entropies(text)
+    bound = 0.9
+    assert log_of(tmp_path / "out", "val_loss")[-1] < bound < bigram < unigram
+
+
+def test_a_small_run_learns_more_than_letter_pairs_of_real_text(python_text, tmp_path):
+    """Source code as bytes: the validation loss ends below the bigram entropy of the training text."""
+    data = Shards(find_shards(python_text, "train")).read(0, 300_000).astype(np.uint8).tobytes()
+    unigram, bigram = entropies(data)
+    run("--data", python_text, "--out_dir", tmp_path, "--steps", 150, "--n_layer", 4, "--n_embd", 64, "--block_size", 64,
+        "--batch_tokens", 1024, "--micro_batch", 16, "--eval_every", 150, "--eval_blocks", 64)
+    loss, = log_of(tmp_path, "val_loss")
+    assert loss < bigram - 0.05 < unigram
+    assert log_of(tmp_path, "bits_per_byte") == [pytest.approx(loss / math.log(2), rel=1e-3)]
+
+
+@pytest.mark.parametrize("optimizer, tolerance", [("adamw", 1e-6), ("muon", 3e-4)])
+def test_gradient_accumulation_changes_nothing(optimizer, tolerance, python_text, tmp_path):
+    """Muon orthogonalises in bfloat16, where a last bit that differs can round the other way: hence its tolerance."""
+    logs = []
+    for size in (8, 2, 1):
+        out = tmp_path / str(size)
+        run("--data", python_text, "--out_dir", out, "--steps", 10, "--micro_batch", size, "--optimizer", optimizer)
+        logs.append(log_of(out, "loss") + log_of(out, "grad_norm"))
+    assert np.allclose(logs[0], logs[1], rtol=tolerance, atol=0) and np.allclose(logs[0], logs[2], rtol=tolerance, atol=0)
+
+
+def test_training_goes_through_more_epochs_than_one_on_a_text_of_three_blocks(tmp_path):
+    text = "".join(chr(97 + i % 23) for i in range(3 * 32 + 40))
+    import prepare_data
+    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "data").mkdir()
+    ids = prepare_data.get_encoding("bytes").encode(text.encode())
+    write_shard(tmp_path / "data" / "train.bin", ids[:97])
+    write_shard(tmp_path / "data" / "val.bin", ids[-33:])
+    (tmp_path / "data" / "meta.json").write_text(json.dumps({"encoding": "bytes", "vocab_size": 257, "end_of_text": 256}))
+    run("--data", tmp_path / "data", "--out_dir", tmp_path / "out", "--steps", 30)
+    losses = log_of(tmp_path / "out", "loss")
+    assert len(losses) == 30 and losses[-1] < 1.0
+
+
+def test_the_log_begins_with_all_that_is_needed_to_run_again(python_text, tmp_path):
+    run("--data", python_text, "--out_dir", tmp_path, "--steps", 2, "--optimizer", "adamw")
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert {"command", "versions", "config", "train", "device", "parameters"} <= set(lines[0])
+    assert lines[0]["config"]["alpha_scale"] == 0.7 and lines[0]["train"]["steps"] == 2
+    model = train.model_from(read_checkpoint(tmp_path / "ckpt.pt"))
+    assert lines[2]["flops"] == 2 * 256 * 3 * model.flops_per_token() and lines[2]["tokens"] == 512
+    assert lines[2]["mfu"] is None and lines[2]["tokens_per_s"] > 0 and "val_loss" in lines[2]
+
+
+def test_a_run_ends_with_its_figures_a_sample_and_the_next_commands(python_text, tmp_path, capsys):
+    run("--data", python_text, "--out_dir", tmp_path, "--steps", 3, "--sample_every", 2)
+    printed = capsys.readouterr()
+    for text in ("parameters", "FLOPs a token", "validation loss", "bits per byte", "python sample.py", "--resume --steps 6"):
+        assert text in printed.out
+    assert "loss" in printed.err and "tokens/s" in printed.err          # the bar
+
+
+# ---- interruptions --------------------------------------------------------------------------------------------------
+
+
+def start(*flags):
+    command = [sys.executable, str(ROOT / "train.py"), *map(str, (*TINY, *flags))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(out_dir, step, process):
+    for _ in range(600):
+        if (out_dir / "log.jsonl").exists() and f'"step": {step},' in (out_dir / "log.jsonl").read_text():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    raise AssertionError("the run does not get on")
+
+
+def assert_same_run(one, other):
+    """Weights, optimizer and logged losses of two runs, bit for bit."""
+    a, b = read_checkpoint(one / "ckpt.pt"), read_checkpoint(other / "ckpt.pt")
+    tensors = [dict(train_leaves(c)) for c in (a, b)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
+    assert a["step"] == b["step"] and a["flops"] == b["flops"]
+    assert log_of(one, "loss") == log_of(other, "loss") and log_of(one, "val_loss") == log_of(other, "val_loss")
+
+
+def train_leaves(checkpoint):
+    from model import leaves
+    return [(name, leaf) for name, leaf in leaves(checkpoint) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_a_run_killed_by_sigkill_goes_on_to_the_last_bit(optimizer, python_text, tmp_path):
+    flags = ["--data", python_text, "--steps", 400, "--eval_every", 20, "--dropout", 0.1, "--optimizer", optimizer]
+    process = start(*flags, "--out_dir", tmp_path / "killed")
+    wait_for_step(tmp_path / "killed", 30, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    killed_at = read_checkpoint(tmp_path / "killed" / "ckpt.pt")["step"]
+    assert 20 <= killed_at < 400
+    train.main(["--resume", "--out_dir", str(tmp_path / "killed")])             # every other flag is the run's own
+    run(*flags, "--out_dir", tmp_path / "whole")
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_saves_and_ends_cleanly(number, python_text, tmp_path):
+    process = start("--data", python_text, "--steps", 100_000, "--eval_every", 100_000, "--out_dir", tmp_path)
+    wait_for_step(tmp_path, 5, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in err
+    step = read_checkpoint(tmp_path / "ckpt.pt")["step"]
+    assert step >= 5 and f"stopped after step {step}" in out and "--resume" in out
+    assert log_of(tmp_path, "step")[-1] == step
+
+
+def test_a_checkpoint_is_there_at_the_end_of_a_run_too_short_for_an_evaluation(python_text, tmp_path):
+    run("--data", python_text, "--out_dir", tmp_path, "--steps", 7, "--eval_every", 2000)
+    assert read_checkpoint(tmp_path / "ckpt.pt")["step"] == 7
+
+
+def test_resume_starts_where_there_is_nothing_ends_where_all_is_done_and_goes_on_with_more_steps(python_text, tmp_path, capsys):
+    flags = ["--data", python_text, "--out_dir", tmp_path, "--resume"]
+    run(*flags, "--steps", 3)
+    assert read_checkpoint(tmp_path / "ckpt.pt")["step"] == 3
+    run(*flags)
+    assert "all 3 of --steps 3 are done" in capsys.readouterr().out
+    run(*flags, "--steps", 5)
+    assert read_checkpoint(tmp_path / "ckpt.pt")["step"] == 5
+    assert log_of(tmp_path, "step") == [1, 2, 3, 4, 5]
+
+
+def test_fine_tuning_starts_from_the_weights_with_a_new_optimizer(python_text, tmp_path):
+    run("--data", python_text, "--out_dir", tmp_path / "a", "--steps", 2)
+    train.main([str(x) for x in ("--data", python_text, "--init_from", tmp_path / "a" / "ckpt.pt", "--out_dir",
+                                 tmp_path / "b", "--steps", 1, "--learning_rate", 0, "--matrix_learning_rate", 0,
+                                 "--gate_learning_rate", 0, "--batch_tokens", 256, "--micro_batch", 4, "--eval_blocks", 8)])
+    a, b = read_checkpoint(tmp_path / "a" / "ckpt.pt"), read_checkpoint(tmp_path / "b" / "ckpt.pt")
+    assert b["step"] == 1 and b["config"] == a["config"]
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+
+
+def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(python_text, tmp_path, capsys):
+    run("--data", python_text, "--out_dir", tmp_path, "--steps", 1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    error = fails(train.main, [*TINY, "--data", python_text, "--out_dir", tmp_path], capsys)
+    assert str(tmp_path) in error and "--resume" in error and "ckpt.pt" in error
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags, named", [
+    (["--data", "/nonexistent"], "prepare_data.py"), (["--batchsize", 4], "--batchsize"), (["batch_size=4"], "batch_size=4"),
+    (["--micro_batch", "four"], "'four'"), (["--micro_batch", 0], "'0'"), (["--micro_batch", -1], "--micro_batch"),
+    (["--n_head", 3, "--n_embd", 64], "--n_embd 64"), (["--learning_rate", "nan"], "nan"), (["--steps", 0], "--steps"),
+    (["--warmup_steps", 9, "--steps", 5], "--warmup_steps 9"), (["--batch_tokens", 100], "128"), (["--dropout", 1], "--dropout"),
+    (["--min_lr", 2], "--min_lr"), (["--device", "gpu"], "cpu"), (["--device", "cuda:99"], "--device cuda:99"),
+    (["--dtype", "float16"], "float16"), (["--out_dir", "/proc/x"], "/proc/x"), (["--init_from", "/nonexistent.pt"], "/nonexistent.pt"),
+    (["--init_from", "x", "--resume"], "--init_from"), (["--residual", "post"], "post"), (["--block_size", 10**7,
+     "--micro_batch", 1, "--batch_tokens", 10**7], "--block_size")])
+def test_a_mistake_is_answered_in_one_line(flags, named, python_text, tmp_path, capsys):
+    base = [*TINY, "--data", python_text, "--out_dir", tmp_path / "out", "--steps", 1]
+    assert named in fails(train.main, [*base, *flags], capsys)
+    assert not (tmp_path / "out" / "ckpt.pt").exists()
+
+
+def test_a_file_in_place_of_the_out_dir_is_named(python_text, tmp_path, capsys):
+    (tmp_path / "file").write_text("precious")
+    assert "file" in fails(train.main, [*TINY, "--data", python_text, "--out_dir", tmp_path / "file"], capsys)
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize("flags, named", [
+    (["--n_layer", 3], "--n_layer 2 there, 3 asked for"), (["--seed", 7], "--seed"), (["--residual", "prenorm"], "--residual"),
+    (["--batch_tokens", 128], "--batch_tokens"), (["--block_size", 64, "--batch_tokens", 256], "--block_size")])
+def test_resuming_with_another_model_or_other_batches_is_refused(flags, named, python_text, tmp_path, capsys):
+    run("--data", python_text, "--out_dir", tmp_path, "--steps", 1)
+    assert named in fails(train.main, ["--resume", "--out_dir", tmp_path, "--steps", 2, *flags], capsys)
+
+
+def test_resuming_on_data_of_another_encoding_is_refused(python_text, tmp_path, capsys):
+    run("--data", python_text, "--out_dir", tmp_path / "out", "--steps", 1)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("train", "val"):
+        write_shard(other / f"{name}.bin", np.arange(200, dtype=np.uint16))
+    error = fails(train.main, ["--resume", "--out_dir", tmp_path / "out", "--steps", 2, "--data", other], capsys)
+    assert "gpt2" in error and "bytes" in error
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a program that always fails")
+def test_compile_without_a_compiler_is_answered_in_one_line(python_text, tmp_path):
+    environment = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, str(ROOT / "train.py"), *map(str, TINY), "--data", str(python_text), "--out_dir", str(tmp_path / "out"),
+               "--steps", "1", "--compile"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("train.py: error: --compile")
+    assert "Traceback" not in done.stderr
+
+
+def test_help_comes_within_three_tenths_of_a_second():
+    for script in ("train.py", "sample.py", "prepare_data.py"):
+        times = []
+        for _ in range(4):
+            began = time.perf_counter()
+            done = subprocess.run([sys.executable, str(ROOT / script), "--help"], capture_output=True, text=True)
+            times.append(time.perf_counter() - began)
+            assert done.returncode == 0 and "usage" in done.stdout
+        assert min(times) < 0.3, script

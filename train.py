@@ -1,0 +1,486 @@
+"""Train a NAG Transformer, or its pre-norm twin, on token shards.
+
+    python train.py                                          a small model on this Python's own library: some 4 minutes
+    python train.py --resume                                 go on with the run in out/, to the last bit
+    python train.py --residual prenorm --out_dir out-pre     the baseline
+    python train.py --init_from out/ckpt.pt --data data/mine --out_dir out-mine --steps 200        fine-tune
+
+A run is a pure function of its flags: batch and dropout of a step depend on (--seed, step) alone. It leaves out_dir/ckpt.pt and
+out_dir/log.jsonl, one JSON object a line.
+"""
+
+import argparse
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import prepare_data
+from prepare_data import (Parser, UserError, encoding_from_meta, exit_on_user_error, find_shards, non_negative_float,
+                          non_negative_int, positive_float, positive_int, read_meta)
+
+DEFAULT_DATA = "data/stdlib"
+MODEL_FLAGS = ("residual", "n_layer", "n_head", "n_embd", "block_size", "n_directions", "dropout")
+RUN_FLAGS = MODEL_FLAGS + ("seed", "batch_tokens", "micro_batch", "optimizer")     # a run keeps these from start to end
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    """All flags; `given` holds those that were written out, which a resumed run tells from its own."""
+    parser = Parser(description="Train a NAG Transformer or its pre-norm baseline.")
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", default=DEFAULT_DATA, help="folder or glob of token shards; the default is made if missing")
+    data.add_argument("--val_data", default=None, help="folder or glob of validation shards; None: the *val* ones of --data")
+    data.add_argument("--out_dir", type=Path, default=Path("out"), help="folder for the checkpoint and the log")
+    origin = data.add_mutually_exclusive_group()
+    origin.add_argument("--init_from", type=Path, default=None, metavar="CKPT",
+                        help="start from these weights with a new optimizer: fine-tune")
+    origin.add_argument("--resume", action="store_true",
+                        help="go on with the run in --out_dir, with its flags; start one where there is none")
+    model = parser.add_argument_group("model")
+    model.add_argument("--residual", choices=("nag", "prenorm"), default="nag", help="residual stream")
+    model.add_argument("--n_layer", type=positive_int, default=8, help="blocks; each is an attention and an MLP layer")
+    model.add_argument("--n_head", type=positive_int, default=4, help="attention heads")
+    model.add_argument("--n_embd", type=positive_int, default=128, help="width")
+    model.add_argument("--block_size", type=positive_int, default=256, help="context, tokens")
+    model.add_argument("--n_directions", type=positive_int, default=16, help="preferred directions of each modulator")
+    model.add_argument("--dropout", type=non_negative_float, default=0.0, help="share dropped, in [0, 1)")
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=positive_int, default=600, help="optimizer steps")
+    training.add_argument("--batch_tokens", type=positive_int, default=4096, help="tokens of one step")
+    training.add_argument("--micro_batch", type=positive_int, default=16, help="sequences in memory at a time")
+    training.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="for the branches' matrices")
+    training.add_argument("--learning_rate", type=non_negative_float, default=4e-3, help="peak, for embeddings and norms")
+    training.add_argument("--matrix_learning_rate", type=non_negative_float, default=None,
+                          help="peak, for the branches' matrices; None: 0.02 (muon), 4e-3 (adamw), 3e-3 (adamw, prenorm)")
+    training.add_argument("--gate_learning_rate", type=non_negative_float, default=4e-3, help="peak, for modulators and α")
+    training.add_argument("--min_lr", type=non_negative_float, default=0.1, help="last learning rate, as a share of the peak")
+    training.add_argument("--warmup_steps", type=non_negative_int, default=None,
+                          help="steps of linear warm-up; None: 50, or a quarter of a run of under 200 steps")
+    training.add_argument("--weight_decay", type=non_negative_float, default=0.1, help="of the branches' matrices")
+    training.add_argument("--grad_clip", type=positive_float, default=1.0, help="largest norm of the gradient")
+    training.add_argument("--seed", type=non_negative_int, default=1, help="of weights, batches and dropout")
+    checks = parser.add_argument_group("checks")
+    checks.add_argument("--eval_every", type=positive_int, default=100, help="steps from one evaluation to the next")
+    checks.add_argument("--eval_blocks", type=positive_int, default=128, help="validation blocks, the same each time")
+    checks.add_argument("--sample_every", type=positive_int, default=None, help="steps between samples; None: at the end")
+    checks.add_argument("--save_every", type=positive_int, default=None, help="steps between checkpoints; None: --eval_every")
+    system = parser.add_argument_group("system")
+    system.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
+    system.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+                        help="of matrix products; auto: bfloat16 where the GPU has it")
+    system.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
+                        help="torch.compile; None: on CUDA only")
+    system.add_argument("--threads", type=positive_int, default=None, help="CPU threads; None: PyTorch's choice")
+
+    args = parser.parse_args(argv)
+    for action in parser._actions:      # a second pass without defaults sees what was written out
+        action.default = argparse.SUPPRESS
+    args.given = sorted(set(vars(parser.parse_args(argv))))
+    return args
+
+
+def check_args(args):
+    """Refuse flags that contradict one another."""
+    if args.n_embd % (2 * args.n_head):
+        raise UserError(f"--n_embd {args.n_embd} --n_head {args.n_head}: the width must be a multiple of twice the heads; "
+                        f"try --n_embd {-(-args.n_embd // (2 * args.n_head)) * 2 * args.n_head}")
+    if args.dropout >= 1:
+        raise UserError(f"--dropout {args.dropout}: expected at least 0 and below 1")
+    if args.min_lr > 1:
+        raise UserError(f"--min_lr {args.min_lr}: a share of the peak rate, expected at most 1; try --min_lr 0.1")
+    if args.warmup_steps is not None and args.warmup_steps > args.steps:
+        raise UserError(f"--warmup_steps {args.warmup_steps}: longer than --steps {args.steps}; the rate would never peak")
+    micro_tokens = args.micro_batch * args.block_size
+    if args.batch_tokens % micro_tokens:
+        below, above = args.batch_tokens // micro_tokens * micro_tokens, -(-args.batch_tokens // micro_tokens) * micro_tokens
+        nearest = f"{below} or {above}" if below else f"{above}, or a smaller --micro_batch"
+        raise UserError(f"--batch_tokens {args.batch_tokens}: expected a multiple of --micro_batch × --block_size = "
+                        f"{micro_tokens}; try {nearest}")
+
+
+if __name__ == "__main__":      # answer --help and mistakes in flags before the seconds that importing torch takes
+    if not {"--resume", "--init_from"} & set(sys.argv):
+        exit_on_user_error(check_args, parse_args())
+    # Threads that wait for one another spin, which on a machine with anything else to do makes a step 10 times slower.
+    # A short spin costs nothing where the machine is ours alone.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from model import Config, ModelError, NAGTransformer, choose_device, model_from, read_checkpoint, save_checkpoint
+
+# Dense bfloat16 FLOP/s as the makers state them, for the share that is reached (MFU).
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data: which blocks make up a step
+
+
+def shuffled(index, n: int, seed: int):
+    """Where the blocks stand: a bijection of 0 … n−1 for each epoch, without a table of positions in memory.
+
+    index: int64 array, counting on over epochs: epoch e holds e·n … e·n + n − 1.  Returns block numbers in [0, n).
+    A Feistel network is a bijection of 4^h numbers whatever its round function is; where it leads outside of [0, n) it
+    is applied again until it leads inside.
+    """
+    epoch, position = (np.asarray(index) // n).astype(np.uint64), (np.asarray(index) % n).astype(np.uint64)
+    half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+
+    def mixed(x):       # the finaliser of SplitMix64: each bit of x moves half the bits of the result
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+    key = mixed(mixed(np.uint64([seed]) + np.uint64(0x9E3779B97F4A7C15)) + epoch)
+    outside = np.ones(position.shape, bool)
+    while outside.any():
+        left, right = position >> half, position & mask
+        for round_number in range(1, 7):
+            left, right = right, left ^ (mixed(right + mixed(key + np.uint64(round_number))) & mask)
+        position = np.where(outside, (left << half) | right, position)
+        outside = position >= n
+    return position.astype(np.int64)
+
+
+class Blocks:
+    """A text as blocks of block_size tokens, each with the token that follows it."""
+
+    def __init__(self, shards, block_size: int, flag: str):
+        self.shards, self.block_size = shards, block_size
+        self.n_blocks = (len(shards) - 1) // block_size
+        if self.n_blocks < 1:
+            raise UserError(f"{flag}: {len(shards)} tokens, but one block needs {block_size + 1} (--block_size "
+                            f"{block_size} and the token after); lower --block_size or add text")
+
+    def read(self, numbers, device):
+        """Blocks by number -> tokens, targets: (len(numbers), block_size) int64 each, the targets one token ahead."""
+        rows = np.stack([self.shards.read(number * self.block_size, self.block_size + 1) for number in numbers.tolist()])
+        rows = torch.from_numpy(rows).to(device)
+        return rows[:, :-1], rows[:, 1:]
+
+    def micro_batch(self, seed: int, first: int, count: int, device):
+        """The sequences first … first + count − 1 of the run: a pure function of the seed, each block once an epoch."""
+        return self.read(shuffled(np.arange(first, first + count), self.n_blocks, seed), device)
+
+    def spread(self, count: int):
+        """`count` block numbers evenly over the text, or all of them: what each evaluation reads."""
+        count = min(count, self.n_blocks)
+        return np.arange(count) * self.n_blocks // count
+
+
+def open_data(args, meta: dict | None = None):
+    """The training and validation blocks, and the meta of their encoding; the default data set is made if missing."""
+    if args.data == DEFAULT_DATA and not Path(args.data).exists():
+        print(f"{args.data} does not exist: preparing it from this Python's standard library")
+        prepare_data.main(["--source", "stdlib", "--out_dir", args.data])
+    train_paths = find_shards(args.data, "train")
+    val_paths = find_shards(args.val_data or args.data, "val")
+    found = read_meta(train_paths[0].parent)
+    if meta and (found["encoding"], found["vocab_size"]) != (meta["encoding"], meta["vocab_size"]):
+        raise UserError(f"--data {args.data}: encoding {found['encoding']} with {found['vocab_size']} ids, but the checkpoint's "
+                        f"is {meta['encoding']} with {meta['vocab_size']}; prepare the text with --encoding {meta['encoding']}")
+    train = Blocks(prepare_data.Shards(train_paths), args.block_size, f"--data {args.data}")
+    val = Blocks(prepare_data.Shards(val_paths), args.block_size, f"--val_data {args.val_data or args.data}")
+    return train, val, found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Schedule and evaluation
+
+
+def learning_rate_factor(step: int, args) -> float:
+    """Learning rate of a step as a share of its peak: linear warm-up, then a cosine down to min_lr."""
+    warmup = args.warmup_steps if args.warmup_steps is not None else min(50, args.steps // 4)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, args.steps - warmup)
+    return args.min_lr + (1 - args.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+@torch.no_grad()
+def evaluate(model, loss_function, blocks: Blocks, args, token_bytes) -> dict:
+    """Mean loss in nats a token and bits a byte, on the same blocks each time. Bits are None where bytes are unknown."""
+    numbers, device = blocks.spread(args.eval_blocks), next(model.parameters()).device
+    nats = bytes_scored = 0.0
+    model.eval()
+    for start in range(0, len(numbers), args.micro_batch):
+        tokens, targets = blocks.read(numbers[start:start + args.micro_batch], device)
+        nats += loss_function(tokens, targets).item() * targets.numel()
+        if token_bytes is not None:
+            bytes_scored += float(token_bytes[targets.cpu().numpy()].sum())
+    model.train()
+    loss = nats / (len(numbers) * args.block_size)
+    return {"val_loss": loss, "bits_per_byte": nats / math.log(2) / bytes_scored if bytes_scored else None}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where and how it runs
+
+
+def settle_system(args) -> tuple[torch.device, torch.dtype, bool]:
+    """Device, type of the matrix products, and whether to compile: what the flags say, or else what suits the device."""
+    device = choose_device(args.device)
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.set_float32_matmul_precision("high")      # TF32 in the few products that autocast leaves in float32
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    name = args.dtype if args.dtype != "auto" else "bfloat16" if on_cuda and torch.cuda.is_bf16_supported() else "float32"
+    return device, getattr(torch, name), on_cuda if args.compile is None else args.compile
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak FLOP/s of a known GPU, else None."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def versions() -> dict:
+    """What a result depends on besides its flags."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        commit = None
+    return {"python": sys.version.split()[0], "torch": str(torch.__version__), "numpy": np.__version__, "commit": commit}
+
+
+def readable(seconds: float) -> str:
+    """12 s, 4.2 min, 3.1 h."""
+    return (f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min" if seconds < 6000
+            else f"{seconds / 3600:.1f} h")
+
+
+class Log:
+    """out_dir/log.jsonl: one JSON object a line. On resume, lines past the checkpoint's step are cut."""
+
+    def __init__(self, path: Path, step: int):
+        lines = path.read_text().splitlines() if path.exists() and step else []
+        kept = []
+        for line in lines:
+            try:
+                if json.loads(line).get("step", 0) <= step:
+                    kept.append(line)
+            except ValueError:      # the last line of a killed run may be cut short
+                break
+        path.write_text("".join(line + "\n" for line in kept))
+        self.file = path.open("a")
+
+    def write(self, **entry):
+        self.file.write(json.dumps(entry) + "\n")
+        self.file.flush()
+
+
+def check_out_dir(args):
+    """Find out now, not hours later, whether out_dir can be written, and refuse to overwrite a run."""
+    try:
+        args.out_dir.mkdir(parents=True, exist_ok=True)
+        probe = args.out_dir / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"--out_dir {args.out_dir}: cannot be written ({error.strerror}); choose another folder") from error
+    found = [name for name in ("ckpt.pt", "log.jsonl") if (args.out_dir / name).exists()]
+    if found and not args.resume:
+        raise UserError(f"--out_dir {args.out_dir}: holds a run already ({', '.join(found)}); go on with it by --resume, "
+                        f"or choose another --out_dir")
+
+
+def take_flags(args, stored: dict, fixed: tuple, why: str):
+    """Take the flags in `stored` over, but for those that were given; refuse another value for those in `fixed`."""
+    clashes = [f"--{flag} {stored[flag]} there, {getattr(args, flag)} asked for" for flag in fixed
+               if flag in args.given and getattr(args, flag) != stored[flag]]
+    if clashes:
+        raise UserError(f"{why}: {'; '.join(clashes)}; leave the flag out, or start another run")
+    for flag, value in stored.items():
+        if flag not in args.given:
+            setattr(args, flag, value)
+
+
+def settle_flags(args) -> dict | None:
+    """Complete the flags with those of the checkpoint that the run goes on from or starts from, which is returned."""
+    origin, path = None, args.out_dir / "ckpt.pt"
+    if args.resume and path.exists():
+        origin = read_checkpoint(path)
+        for entry in ("optimizer", "step", "flops", "train"):
+            if entry not in origin:
+                raise UserError(f"--resume {path}: has no {entry!r} entry, so the run cannot go on; sample from it, or "
+                                f"start anew from its weights with --init_from {path} --out_dir another")
+        take_flags(args, origin["train"], RUN_FLAGS, f"--resume {path}")
+    elif args.init_from:
+        origin = read_checkpoint(args.init_from)
+        stored = {flag: value for flag, value in origin["config"].items() if flag in MODEL_FLAGS}
+        take_flags(args, stored, MODEL_FLAGS, f"--init_from {args.init_from}")
+    check_args(args)
+    check_out_dir(args)
+    return origin
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def train(args):
+    origin = settle_flags(args)
+    device, dtype, compiled = settle_system(args)
+    train_blocks, val_blocks, meta = open_data(args, origin and origin["meta"])
+    encoding = encoding_from_meta(meta)
+    token_bytes = encoding.token_bytes()
+    path = args.out_dir / "ckpt.pt"
+
+    torch.manual_seed(args.seed)
+    if origin:
+        model = model_from(origin, device)
+    else:
+        alpha = {"alpha_scale": 0.7, "alpha_power": 0.0} if args.optimizer == "adamw" else {}
+        shape = {flag: getattr(args, flag) for flag in MODEL_FLAGS}
+        model = NAGTransformer(Config(vocab_size=meta["vocab_size"], **shape, **alpha)).to(device)
+    optimizers = model.configure_optimizers(args.optimizer, args.learning_rate, args.matrix_learning_rate,
+                                            args.gate_learning_rate, args.weight_decay)
+    step = flops = 0
+    if args.resume and origin:
+        step, flops = origin["step"], origin["flops"]
+        for optimizer, state in zip(optimizers, origin["optimizer"], strict=True):
+            rates = [group["initial_lr"] for group in optimizer.param_groups]       # the flags', not the checkpoint's
+            optimizer.load_state_dict(state)
+            for group, rate in zip(optimizer.param_groups, rates):
+                group["initial_lr"] = rate
+    if step >= args.steps:
+        print(f"{path}: all {step} of --steps {args.steps} are done; give a larger --steps to go on")
+        return
+
+    def loss_in_dtype(tokens, targets):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            return model.loss(tokens, targets)
+
+    loss_function = torch.compile(loss_in_dtype) if compiled else loss_in_dtype
+    micro_batches = args.batch_tokens // (args.micro_batch * args.block_size)
+    flops_per_step = 3 * model.flops_per_token() * args.batch_tokens
+    peak = peak_flops(device)
+
+    def first_micro_batch() -> float:
+        """Seconds for the forward and backward pass of the first micro-batch, which changes nothing."""
+        started = time.perf_counter()
+        loss_function(*train_blocks.micro_batch(args.seed, 0, args.micro_batch, device)).backward()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    try:
+        first_micro_batch()             # warms up, and compiles
+    except Exception as error:
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            raise
+        raise UserError(f"--compile: torch.compile does not work here ({type(error).__name__}; it needs a C++ compiler "
+                        f"on a CPU); run with --no-compile") from error
+    seconds = first_micro_batch() * micro_batches
+    print(f"{model.num_params():,} parameters ({args.residual}, {args.n_layer} blocks of width {args.n_embd}) on {device}, "
+          f"{str(dtype)[6:]}; {args.batch_tokens:,} tokens a step, {3 * model.flops_per_token():,} FLOPs a token; "
+          f"{args.steps - step} steps in about {readable(seconds * (args.steps - step))}")
+
+    log = Log(args.out_dir / "log.jsonl", step)
+    settings = {flag: value for flag, value in vars(args).items() if flag not in ("given", "resume", "init_from", "out_dir")}
+    log.write(command=sys.argv, versions=versions(), config=vars(model.config), train=settings, device=str(device),
+              dtype=str(dtype)[6:], compiled=compiled, parameters=model.num_params(), step=step)
+
+    stop = []       # the signal that asked for an end, if one did
+    def ask_to_stop(number, frame):
+        if stop:
+            raise KeyboardInterrupt
+        stop.append(signal.Signals(number).name)
+    handlers = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def save():
+        try:
+            save_checkpoint(path, model, meta=meta, step=step, flops=flops, train=settings,
+                            optimizer=[optimizer.state_dict() for optimizer in optimizers], versions=versions())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror}) at step {step}; what it held before still "
+                            f"stands; make room and go on with --resume") from error
+
+    bar = tqdm(total=args.steps, initial=step, unit="step", dynamic_ncols=True)
+    saved, evaluation = step, {}
+    try:
+        while step < args.steps and not stop:
+            started = time.perf_counter()
+            factor = learning_rate_factor(step, args)
+            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+                group["lr"] = group["initial_lr"] * factor
+            loss = torch.zeros((), device=device)
+            for micro in range(micro_batches):
+                first = (step * micro_batches + micro) * args.micro_batch
+                if args.dropout:
+                    torch.manual_seed(hash((args.seed, step, micro)) % 2**63)
+                micro_loss = loss_function(*train_blocks.micro_batch(args.seed, first, args.micro_batch, device))
+                (micro_loss / micro_batches).backward()
+                loss += micro_loss.detach() / micro_batches
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            step, flops, loss = step + 1, flops + flops_per_step, loss.item()
+            seconds = time.perf_counter() - started
+            entry = {"step": step, "loss": loss, "grad_norm": grad_norm.item(), "lr_factor": factor, "flops": flops,
+                     "tokens": step * args.batch_tokens, "tokens_per_s": round(args.batch_tokens / seconds),
+                     "mfu": round(flops_per_step / seconds / peak, 4) if peak else None}
+
+            last = step == args.steps
+            if step % args.eval_every == 0 or last:
+                evaluation = evaluate(model, loss_function, val_blocks, args, token_bytes)
+                entry |= evaluation
+                bpb = evaluation["bits_per_byte"]
+                bar.write(f"step {step}: validation loss {evaluation['val_loss']:.4f}"
+                          + (f", {bpb:.4f} bits per byte" if bpb else ""))
+            log.write(**entry)
+            bar.set_postfix_str(f"loss {loss:.3f}, {args.batch_tokens / seconds:,.0f} tokens/s")
+            bar.update()
+            if args.sample_every and step % args.sample_every == 0 and not last:
+                bar.write(sample_text(model, encoding, args.seed))
+            if step % (args.save_every or args.eval_every) == 0 or last:
+                save()
+                saved = step
+        if step > saved:
+            save()
+    finally:
+        bar.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    here = f" --out_dir {args.out_dir}" if args.out_dir != Path("out") else ""
+    if stop:
+        print(f"{stop[0]}: stopped after step {step} of {args.steps}, saved in {path}; "
+              f"go on with: python train.py{here} --resume")
+        return
+    bpb = evaluation["bits_per_byte"]
+    print(f"\n{model.num_params():,} parameters, validation loss {evaluation['val_loss']:.4f} nats per token"
+          + (f", {bpb:.4f} bits per byte" if bpb else "") + f"; checkpoint in {path}. A sample:\n")
+    print(sample_text(model, encoding, args.seed))
+    there = f" --checkpoint {path}" if here else ""
+    print(f"\nNext:  python sample.py{there} --prompt 'def ' --max_new_tokens 300\n"
+          f"       python train.py{here} --resume --steps {2 * args.steps}")
+
+
+def sample_text(model, encoding, seed: int) -> str:
+    """300 characters that the model writes from the start of a document."""
+    tokens = model.generate([[encoding.end_of_text]], 300, temperature=0.8, seed=seed)[0]
+    return encoding.decode(tokens[1:].numpy()).decode("utf-8", errors="replace")[:300]
+
+
+def main(argv=None):
+    exit_on_user_error(train, parse_args(argv), errors=(UserError, ModelError))
+
+
+if __name__ == "__main__":
+    main()
