@@ -5,17 +5,20 @@ A token's way through the model, to be read from top to bottom:
     tokens (B, T) ─ embed ─> Stream(direction (B, T, d), log_norm (B, T))
       for each of 2·n_layer layers (attention, MLP, attention, …):
           m      = modulator(direction)          how much this layer would like to turn each token, known beforehand
-          out    = branch(direction)             attention or MLP; it reads the direction alone
+          rows   = the tokens the layer runs for where m is large; a token whose m is small may skip the layer
+          out    = branch(direction, rows)       attention or MLP; it reads the direction alone
           stream = nag_update(stream, out, α·m)  turn the direction by atan(α·m), grow the norm to match
     ─ head ─> logits (B, T, V): the direction's agreement with each vocabulary entry, times the norm
 
-Shape letters: B sequences, T tokens of each, d width (n_embd), H heads of hd = d/H features, V vocabulary,
-C preferred directions, L = 2·n_layer layers. The method is that of Figliolia & Millidge, "Scaling Adaptive Depth with
+Shape letters: B sequences, T tokens of each, N = B·T tokens of a batch in one row, k of them kept by a layer, d width
+(n_embd), H heads of hd = d/H features, V vocabulary, C preferred directions, L = 2·n_layer layers. The method is that of Figliolia & Millidge, "Scaling Adaptive Depth with
 Norm-Agnostic Residual Networks" (arXiv 2606.16112); its equation numbers stand beside the lines that compute them.
 [R] marks what the paper leaves open and we had to choose.
 """
 
+import bisect
 import hashlib
+import itertools
 import math
 import os
 import pickle
@@ -86,10 +89,11 @@ class Stream(NamedTuple):
     log_norm: torch.Tensor      # (B, T), float32 or wider: log(‖R‖/√d). None in the baseline
 
 
-def nag_update(direction, out, gain, log_norm, eps: float = 1e-6) -> Stream:
+def nag_update(direction, out, gain, log_norm, rows=None, eps: float = 1e-6) -> Stream:
     """Turn each token's direction towards a branch's output, and let its norm grow accordingly.
 
-    direction: (…, d), rows of norm √d.  out: (…, d), the branch's output.  gain, log_norm: (…), float32 or wider.
+    direction: (…, d), rows of norm √d.  gain, log_norm: (…), float32 or wider, of every token.
+    out: (…, d), the branch's output; with `rows`, (k, d) for those tokens alone. The others pass to the last bit.
     Returns the new Stream: direction in its own dtype, all statistics in log_norm's.
 
     With g the gain that is realised (below), the direction turns by exactly atan(g) and the norm grows by √(1 + g²),
@@ -98,7 +102,17 @@ def nag_update(direction, out, gain, log_norm, eps: float = 1e-6) -> Stream:
     `eps` [R] keeps the gradient finite where nothing is left of `out` besides its mean and its part along the
     direction. The turn fades smoothly there: u has an RMS ν below 1, and the realised gain is gain · ν.
     """
-    return Stream(*NagUpdate.apply(direction, out, gain, log_norm, eps))
+    return Stream(*NagUpdate.apply(direction, out, gain, log_norm, rows, eps))
+
+
+def take_rows(x, rows):
+    """The kept tokens' features: (…, d) -> (k, d); all of them, as they are, where rows is None."""
+    return x if rows is None else x.flatten(0, -2).index_select(0, rows)
+
+
+def put_rows(y, rows, x):
+    """x (…, d) with the kept tokens' features replaced by y (k, d); y itself where rows is None."""
+    return y if rows is None else x.flatten(0, -2).index_copy(0, rows, y).view(x.shape)
 
 
 class NagUpdate(torch.autograd.Function):
@@ -120,19 +134,22 @@ class NagUpdate(torch.autograd.Function):
         return c, along, scale, u, shrink, y.mul_(shrink), p_square * scale**2
 
     @staticmethod
-    def forward(ctx, direction, out, gain, log_norm, eps):
-        ctx.save_for_backward(direction, out, gain)
+    def forward(ctx, direction, out, gain, log_norm, rows, eps):
+        ctx.save_for_backward(direction, out, gain, rows)
         ctx.eps, dtype = eps, log_norm.dtype
-        *_, turned, nu_square = NagUpdate.rotate(direction.to(dtype), out.to(dtype), gain.unsqueeze(-1), eps)
-        realised_square = gain.square() * nu_square.squeeze(-1)
-        return turned.to(direction.dtype), log_norm + 0.5 * torch.log1p(realised_square)                # eq 15–17
+        g = take_rows(gain.unsqueeze(-1), rows)
+        *_, turned, nu_square = NagUpdate.rotate(take_rows(direction, rows).to(dtype), out.to(dtype), g, eps)
+        grown = take_rows(log_norm.unsqueeze(-1), rows) + 0.5 * torch.log1p(g.square() * nu_square)     # eq 15–17
+        return (put_rows(turned.to(direction.dtype), rows, direction),
+                put_rows(grown, rows, log_norm.unsqueeze(-1)).squeeze(-1))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_turned, d_log_norm):
-        direction, out, gain = ctx.saved_tensors
+        direction, out, gain, rows = ctx.saved_tensors
         dtype = d_log_norm.dtype
-        r, G, D, g = direction.to(dtype), d_turned.to(dtype), d_log_norm.unsqueeze(-1), gain.unsqueeze(-1)
+        r, g = take_rows(direction, rows).to(dtype), take_rows(gain.unsqueeze(-1), rows)
+        G, D = take_rows(d_turned, rows).to(dtype), take_rows(d_log_norm.unsqueeze(-1), rows)
         c, along, scale, u, shrink, turned, nu_square = NagUpdate.rotate(r, out.to(dtype), g, ctx.eps)
         growth = D / (1 + g.square() * nu_square)
         dy = turned.mul_((G * turned).mean(-1, keepdim=True)).neg_().add_(G).mul_(shrink)   # through the measured RMS
@@ -145,7 +162,8 @@ class NagUpdate(torch.autograd.Function):
         dr = dy.addcmul_(dp, along, value=-1).addcmul_(c, q, value=-1)                      # along depends on r and c
         dc = dp.addcmul_(r, q, value=-1)
         d_out = dc - dc.mean(-1, keepdim=True)                                              # through the centring
-        return dr.to(direction.dtype), d_out.to(out.dtype), d_gain.squeeze(-1), d_log_norm, None
+        d_gain = put_rows(d_gain, rows, torch.zeros_like(gain).unsqueeze(-1)).squeeze(-1)   # none for a skipped token
+        return put_rows(dr.to(direction.dtype), rows, d_turned), d_out.to(out.dtype), d_gain, d_log_norm, None, None
 
 
 def modulator(direction, preferred, bias, mix, beta) -> torch.Tensor:
@@ -258,7 +276,8 @@ class KVCache:
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention. Queries have a matrix of their own, so that some may be left out."""
+    """Causal multi-head attention. Keys and values are made for every token, so that later ones find them whoever
+    skips this layer; the query and the output, which have matrices of their own, for the kept rows only."""
 
     def __init__(self, config: Config, block: int):
         super().__init__()
@@ -267,17 +286,21 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
         self.output = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x, context: Context) -> torch.Tensor:
+    def forward(self, x, rows, context: Context) -> torch.Tensor:
+        """x: (B, T, d) -> (B, T, d), or (k, d) for the k `rows` alone."""
         B, T, d = x.shape
-        q = self.query(x).view(B, T, self.n_head, -1).transpose(1, 2)                            # (B, H, T, hd)
         k, v = self.key_value(x).view(B, T, 2 * self.n_head, -1).transpose(1, 2).chunk(2, dim=1)     # (B, H, T, hd)
-        q, k = rotate(q, context.cos, context.sin), rotate(k, context.cos, context.sin)
+        k = rotate(k, context.cos, context.sin)
         if context.cache is not None:
             k, v = context.cache.extend(self.block, k, v)                                        # (B, H, S, hd)
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask, dropout_p=dropout,
-                                           is_causal=context.mask is None)                       # (B, H, T, hd)
-        return self.output(y.transpose(1, 2).reshape(B, T, d))
+        q = self.query(take_rows(x, rows))
+        if context.cache is not None and rows is not None and len(rows) == 0:
+            return self.output(q)                               # (0, d): decoding, and all skip: no scores to compute
+        q = put_rows(q, rows, torch.zeros_like(x, dtype=q.dtype))                                # (B, T, d)
+        q = rotate(q.view(B, T, self.n_head, -1).transpose(1, 2), context.cos, context.sin)      # (B, H, T, hd)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask, is_causal=context.mask is None,
+                                           dropout_p=self.dropout if self.training else 0.0)     # (B, H, T, hd)
+        return self.output(take_rows(y.transpose(1, 2).reshape(B, T, d), rows))
 
 
 class MLP(nn.Module):
@@ -288,8 +311,9 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.output = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x, context: Context) -> torch.Tensor:
-        return self.output(F.gelu(self.up(x)))
+    def forward(self, x, rows, context: Context) -> torch.Tensor:
+        """x: (B, T, d) -> (B, T, d), or (k, d) for the k `rows` alone."""
+        return self.output(F.gelu(self.up(take_rows(x, rows))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -313,11 +337,13 @@ class NAGLayer(nn.Module):
         """m, (B, T): known before the branch runs."""
         return modulator(direction, self.preferred, self.bias, self.mix, F.softplus(self.beta_raw))
 
-    def forward(self, stream: Stream, context: Context) -> Stream:
+    def forward(self, stream: Stream, choose, context: Context):
+        """The stream after this layer, and the rows it ran for: choose(m), or all (None) where there is no choice."""
         direction, log_norm = stream
         m = self.modulate(direction)                                                             # (B, T)
-        out = self.dropout(self.branch(direction, context))                                      # (B, T, d)
-        return nag_update(direction, out, self.alpha * m, log_norm)
+        rows = choose(m.detach()) if choose else None
+        out = self.dropout(self.branch(direction, rows, context))                                # (B, T, d) or (k, d)
+        return nag_update(direction, out, self.alpha * m, log_norm, rows), rows
 
 
 class PreNormLayer(nn.Module):
@@ -329,9 +355,129 @@ class PreNormLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.norm = nn.RMSNorm(config.n_embd, eps=1e-6)
 
-    def forward(self, stream: Stream, context: Context) -> Stream:
+    def forward(self, stream: Stream, choose, context: Context):
         residual, _ = stream
-        return Stream(residual + self.dropout(self.branch(self.norm(residual), context)), None)
+        return Stream(residual + self.dropout(self.branch(self.norm(residual), None, context)), None), None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Depth: which tokens a layer runs for. A token whose modulator is small would hardly be turned, and skips the layer
+
+
+def tie_break(positions, n_layers: int) -> torch.Tensor:
+    """A fixed pseudo-random number in [0, 1) for each layer and position: (B, T) int64 -> (L, B, T) float32.
+
+    What is ranked or cut is m + 1e-4 · this number. Ties would be common without it: the first layer sees token ids
+    alone, so that all blanks of a text share one m, and tokens that skip a layer together stay tied at the next. It
+    depends on layer and position only: the same in training, evaluation and decoding, and causal.
+    """
+    layers = torch.arange(n_layers, device=positions.device).view(-1, 1, 1)
+    x = (positions * 0x9E3779B1 + layers * 0x85EBCA6B) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):          # mixes the bits of a 32-bit number
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return ((x ^ (x >> 16)) >> 8).float() / 2**24
+
+
+def kept_count(rate: float, n: int) -> int:
+    """k = n − ⌊rate · n⌋, the tokens of n that a layer runs for at a skip rate."""
+    return n - math.floor(rate * n + 1e-9)
+
+
+class Depth:
+    """Which tokens each layer runs for: all of them, unless a subclass says otherwise."""
+
+    def rows(self, layer: int, score):
+        """The kept tokens of score (B, T), ascending in the flattened N: (k,) int64. None: all."""
+        return None
+
+    def drops(self, layer: int) -> bool:
+        """Whether the layer is left out whole, keys and values too."""
+        return False
+
+
+class TopShare(Depth):
+    """For training: layer l runs for the share 1 − rates[l] of the batch's tokens with the largest score.
+
+    The number of rows is fixed by the rate, so shapes are static and no device is waited for. The choice looks at the
+    whole batch, later tokens included: it is not causal, which is why losses are measured with `AboveCut`.
+    """
+
+    def __init__(self, rates: Sequence[float]):
+        self.rates = tuple(rates)
+
+    def rows(self, layer: int, score):
+        k = kept_count(self.rates[layer], score.numel())
+        if k == score.numel():
+            return None
+        return score.flatten().topk(k, sorted=False).indices.sort().values
+
+
+class RandomShare(TopShare):
+    """The control: the same shares, of tokens drawn at random."""
+
+    def rows(self, layer: int, score):
+        return super().rows(layer, torch.rand_like(score))
+
+
+class AboveCut(Depth):
+    """For evaluation and sampling: layer l runs for the tokens whose score is above cuts[l]. Causal."""
+
+    def __init__(self, cuts: Sequence[float]):
+        self.cuts = tuple(cuts)
+
+    def rows(self, layer: int, score):
+        if self.cuts[layer] == -math.inf:
+            return None
+        return (score > self.cuts[layer]).flatten().nonzero().squeeze(1)
+
+
+class MeasureCuts(TopShare):
+    """A top share that notes where it cut: half-way between the last score that was kept and the first that was not."""
+
+    def __init__(self, rate: float, n_layers: int):
+        super().__init__([rate] * n_layers)
+        self.cuts = [0.0] * n_layers
+
+    def rows(self, layer: int, score):
+        ordered, k = score.flatten().sort(descending=True).values, kept_count(self.rates[layer], score.numel())
+        self.cuts[layer] = ordered[max(k - 1, 0):k + 1].mean().item()
+        return super().rows(layer, score)
+
+
+class StaticDrop(Depth):
+    """The other control: some layers are left out whole, for every token."""
+
+    def __init__(self, layers: Sequence[int]):
+        self.layers = frozenset(layers)
+
+    def drops(self, layer: int) -> bool:
+        return layer in self.layers
+
+
+def skip_rates(rate, n_layers: int) -> list[float]:
+    """One rate a layer from one number for all, or from a list of them. ModelError outside of [0, 1) or of L entries."""
+    rates = [float(x) for x in rate] if isinstance(rate, (list, tuple)) else [float(rate)] * n_layers
+    if len(rates) != n_layers:
+        raise ModelError(f"skip rate: {len(rates)} numbers, expected one or {n_layers} (2·n_layer)")
+    for x in rates:
+        if not 0 <= x < 1:
+            raise ModelError(f"skip rate {x:g}: expected at least 0 and below 1; try 0.25")
+    return rates
+
+
+def rate_from_depth(depth_budget: float, n_layers: int) -> float:
+    """The skip rate that leaves each token `depth_budget` of its n_layers layers, on average."""
+    if not 0 < depth_budget <= n_layers:
+        raise ModelError(f"depth budget {depth_budget:g}: expected above 0 and at most {n_layers} (2·n_layer) layers")
+    return 1 - depth_budget / n_layers
+
+
+def interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """The piecewise linear function through (xs, ys), xs ascending, at x; constant outside."""
+    i = min(max(bisect.bisect_right(xs, x), 1), len(xs) - 1)
+    step = xs[i] - xs[i - 1]
+    share = 0.5 if step == 0 else min(1.0, max(0.0, (x - xs[i - 1]) / step))
+    return ys[i - 1] + share * (ys[i] - ys[i - 1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -340,6 +486,8 @@ class PreNormLayer(nn.Module):
 
 class NAGTransformer(nn.Module):
     """A decoder-only language model on a norm-agnostic residual stream, or its pre-norm twin."""
+
+    RATES = tuple(i / 20 for i in range(21))        # the skip rates of the threshold table: 0, 0.05, … 1
 
     def __init__(self, config: Config):
         super().__init__()
@@ -352,6 +500,10 @@ class NAGTransformer(nn.Module):
         self.unembedding = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         if config.residual == "nag":
             self.log_norm_start = nn.Parameter(torch.empty(1))
+            n_rates, n_layers = len(self.RATES), len(self.layers)
+            self.register_buffer("quantiles", torch.full((n_rates, n_layers), torch.nan))   # cuts at RATES; not yet known
+            self.register_buffer("gains", torch.full((n_layers,), torch.nan))               # |α| when they were measured
+            self.register_buffer("default_rates", torch.zeros(n_layers))                    # that sampling skips at
         else:
             self.final_norm = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.init_weights()
@@ -417,29 +569,105 @@ class NAGTransformer(nn.Module):
             logits = F.linear(stream.direction, table).to(stream.log_norm.dtype) * stream.log_norm.exp().unsqueeze(-1)
         return logits[..., :self.config.vocab_size]             # the padding of the vocabulary is never seen outside
 
-    def forward(self, tokens, cache: KVCache | None = None) -> torch.Tensor:
-        """tokens (B, T) int64 -> logits (B, T, V), float32 or wider.
-
-        With a cache, tokens are the next T of each sequence. Without one they start at position 0; a text longer than
-        block_size is attended through a band of that width, which is what decoding with the cache computes.
-        """
+    def run_layers(self, tokens, depth=None, cache: KVCache | None = None, watch=None) -> Stream:
+        """tokens (B, T) int64 -> the stream after the last layer; depth, cache and watch as in `forward`."""
         T, window = tokens.size(1), self.config.block_size
         if cache is not None:
             positions, mask = cache.begin(T)
         else:
-            positions = torch.arange(T, device=tokens.device).unsqueeze(0)
+            positions = torch.arange(T, device=tokens.device).unsqueeze(0)                       # (1, T)
             mask = None if T <= window else banded_mask(positions, positions, window)
         stream = self.embed(tokens)
         table_dtype = torch.promote_types(self.unembedding.weight.dtype, torch.float32)
         cos, sin = rotary(positions.unsqueeze(1), self.config.n_embd // self.config.n_head, table_dtype)
-        context = Context(cos, sin, mask, cache)
-        for layer in self.layers:
-            stream = layer(stream, context)
-        return self.head(stream)
+        context, choose = Context(cos, sin, mask, cache), None
+        if depth is not None:
+            ties = 1e-4 * tie_break(positions, len(self.layers))                                 # (L, B or 1, T)
+        for l, layer in enumerate(self.layers):
+            if depth is not None:
+                if depth.drops(l):
+                    continue
+                if self.config.residual == "nag":
+                    choose = lambda m: depth.rows(l, m + ties[l])
+            before = stream
+            stream, rows = layer(stream, choose, context)
+            if watch is not None:
+                watch(l, before, stream, rows)
+        return stream
 
-    def loss(self, tokens, targets) -> torch.Tensor:
+    def forward(self, tokens, depth=None, cache: KVCache | None = None, watch=None) -> torch.Tensor:
+        """tokens (B, T) int64 -> logits (B, T, V), float32 or wider.
+
+        depth: who runs, a TopShare, AboveCut, RandomShare or StaticDrop; None: every layer for every token.
+        cache: tokens are the next T of each sequence. Without one they start at position 0; a text longer than
+        block_size is attended through a band of that width, which is what decoding with the cache computes.
+        watch: called after each layer with its number, the streams before and after, and the rows it ran for.
+        """
+        return self.head(self.run_layers(tokens, depth, cache, watch))
+
+    def loss(self, tokens, targets, depth=None) -> torch.Tensor:
         """Mean cross-entropy in nats a token; tokens, targets (B, T) int64."""
-        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self(tokens, depth).flatten(0, 1), targets.flatten())
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # The dial: one checkpoint, any depth
+
+    @torch.no_grad()
+    def measure_cuts(self, tokens):
+        """Fill the table of thresholds from tokens (B, T): for each of RATES, the cuts of a forward pass at that rate."""
+        self.gains.copy_(torch.cat([layer.alpha.abs() for layer in self.layers]))
+        for i, rate in enumerate(self.RATES):
+            measure = MeasureCuts(rate, len(self.layers))
+            self.run_layers(tokens, measure)
+            self.quantiles[i] = torch.tensor(measure.cuts)
+
+    def table(self) -> list[list[float]]:
+        """For each layer its cuts at RATES. ModelError where there are none."""
+        if self.config.residual != "nag":
+            raise ModelError("skip rate: a pre-norm model has no modulator to skip by; it can only drop whole layers "
+                             "(train.py --eval_only --choose static)")
+        if self.quantiles.isnan().any():
+            raise ModelError("skip rate: the checkpoint has no threshold table, so it runs at full depth only (skip rate "
+                             "0); train.py writes the table at each evaluation")
+        return self.quantiles.T.tolist()
+
+    def global_rates(self, rate: float, floor: float = 0.1) -> list[float]:
+        """Rates a layer, `rate` on average, by which one cut on |α|·m serves all layers; each keeps a share `floor`."""
+        highest = max(rate, 1 - floor)
+        columns = [[gain * cut for cut in itertools.accumulate(cuts, max)]      # ascending, as a quantile should be
+                   for gain, cuts in zip(self.gains.tolist(), self.table())]
+        low, high = min(map(min, columns)), max(map(max, columns))
+        for _ in range(60):                                                     # bisection for the common cut
+            middle = (low + high) / 2
+            rates = [min(highest, interpolate(middle, column, self.RATES)) for column in columns]
+            low, high = (middle, high) if sum(rates) / len(rates) < rate else (low, middle)
+        return [min(x, 0.999) for x in rates]
+
+    def cuts_for(self, skip_rate=None, depth_budget: float | None = None, allocation: str = "per_layer") -> AboveCut | None:
+        """The thresholds, read from the table, at which the model skips at a rate: what `depth` is for evaluation.
+
+        skip_rate: a number, or a list with one a layer; None and no budget: the rates the model was trained for.
+        depth_budget: the same said as layers a token, of 2·n_layer.  allocation: "per_layer", each layer skips at the
+        rate; "global", layers skip by their gain.  Returns None where nothing is skipped.
+        Raises ModelError for what is outside of its range, both at once, and a model that cannot skip.
+        """
+        n_layers = len(self.layers)
+        if skip_rate is not None and depth_budget is not None:
+            raise ModelError("skip rate and depth budget: the same thing twice; give one of them")
+        if depth_budget is not None:
+            skip_rate = rate_from_depth(depth_budget, n_layers)
+        if skip_rate is None:
+            skip_rate = self.default_rates.tolist() if self.config.residual == "nag" else 0.0
+        rates = skip_rates(skip_rate, n_layers)
+        if not any(rates):
+            return None
+        if allocation == "global":
+            rates = self.global_rates(sum(rates) / n_layers)
+        return AboveCut([interpolate(rate, self.RATES, cuts) if rate else -math.inf
+                         for rate, cuts in zip(rates, self.table())])
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Training
 
     def configure_optimizers(self, optimizer: str = "muon", learning_rate: float = 4e-3,
                              matrix_learning_rate: float | None = None, gate_learning_rate: float = 4e-3,
@@ -482,22 +710,29 @@ class NAGTransformer(nn.Module):
     def num_params(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def flops_per_token(self, context: int | None = None) -> int:
-        """FLOPs of one token's forward pass in a text of `context` tokens (default block_size); training takes 3 times.
+    def flops_per_token(self, kept: Sequence[float | None] | None = None, context: int | None = None) -> float:
+        """FLOPs executed for one token's forward pass, on average; training takes 3 times as many.
+
+        kept: the share of the tokens that each layer runs for; None for a layer that is left out whole. Default: all.
+        context: tokens of the text, default block_size.
 
         Counted are matrix products, a multiply-add as 2, and attention's scores and values over the whole square of
-        the context, as torch.utils.flop_counter does: 8d² + 4dT for attention, 16d² for an MLP, 2Cd for a modulator,
-        2dV for the head.
+        the context, as torch.utils.flop_counter does. A skipped token still costs an attention layer its key and value,
+        4d² of the 8d², and the 4dT of scores that are computed for all; an MLP nothing of its 16d².
         """
         d, T = self.config.n_embd, context or self.config.block_size
-        modulators = 2 * len(self.layers) * self.config.n_directions * d if self.config.residual == "nag" else 0
-        return self.config.n_layer * (8 * d**2 + 4 * d * T + 16 * d**2) + modulators + 2 * d * self.config.padded_vocab_size
+        modulator = 2 * self.config.n_directions * d if self.config.residual == "nag" else 0
+        total = 2 * d * self.config.padded_vocab_size
+        for l, share in enumerate(kept or [1] * len(self.layers)):
+            if share is not None:
+                total += modulator + (4 * d**2 + 4 * d * T + share * 4 * d**2 if l % 2 == 0 else share * 16 * d**2)
+        return total
 
     # -----------------------------------------------------------------------------------------------------------------
     # Generation
 
     @torch.inference_mode()
-    def prefill(self, prompt: Sequence[int]) -> tuple[torch.Tensor, KVCache]:
+    def prefill(self, prompt: Sequence[int], depth=None, watch=None) -> tuple[torch.Tensor, KVCache]:
         """Read a prompt of at least one token, a window at a time. Returns the next token's logits (1, V) and cache."""
         weight = self.unembedding.weight
         tokens = torch.as_tensor(prompt, dtype=torch.int64, device=weight.device).reshape(1, -1)
@@ -505,33 +740,34 @@ class NAGTransformer(nn.Module):
             raise ModelError("prompt: found no token, expected at least one; start from the end-of-text token")
         cache = KVCache(self.config, 1, weight.device, weight.dtype)
         for piece in tokens.split(self.config.block_size, dim=1):
-            logits = self(piece, cache)
+            logits = self(piece, depth, cache, watch)
         return logits[:, -1], cache
 
     @torch.inference_mode()
-    def decode_one_token(self, tokens, cache: KVCache) -> torch.Tensor:
+    def decode_one_token(self, tokens, cache: KVCache, depth=None, watch=None) -> torch.Tensor:
         """tokens (B,), the newest of each sequence -> logits (B, V) for the next."""
-        return self(tokens.unsqueeze(1), cache)[:, -1]
+        return self(tokens.unsqueeze(1), depth, cache, watch)[:, -1]
 
     def stream(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, temperature: float = 1.0,
-               top_k: int | None = None, top_p: float | None = None, seed: int = 0) -> Iterator[torch.Tensor]:
+               top_k: int | None = None, top_p: float | None = None, seed: int = 0, depth=None,
+               watch=None) -> Iterator[torch.Tensor]:
         """Continue each prompt; yields the next token of every one, (B,) int64, max_new_tokens times.
 
         temperature 0 takes the likeliest token; else one is drawn among the top_k likeliest and the smallest set that
         holds a share top_p of the probability. Sequence i draws from a generator of its own, seeded with seed + i, so
-        what it becomes does not depend on its neighbours.
+        what it becomes does not depend on its neighbours. depth: who runs, from `cuts_for`; watch: as in `forward`.
         """
         was_training = self.training
         self.eval()
         try:
-            logits, caches = zip(*(self.prefill(prompt) for prompt in prompts))
+            logits, caches = zip(*(self.prefill(prompt, depth, watch) for prompt in prompts))
             logits, cache = torch.cat(logits), KVCache.join(caches)
             generators = [torch.Generator(logits.device).manual_seed(seed + i) for i in range(len(prompts))]
             for n in range(max_new_tokens):
                 tokens = sample(logits, temperature, top_k, top_p, generators)
                 yield tokens
                 if n + 1 < max_new_tokens:
-                    logits = self.decode_one_token(tokens, cache)
+                    logits = self.decode_one_token(tokens, cache, depth, watch)
         finally:
             self.train(was_training)
 

@@ -93,6 +93,12 @@ positive_int = number_type(int, lambda value: value >= 1, "a whole number of at 
 non_negative_int = number_type(int, lambda value: value >= 0, "a whole number of at least 0")
 positive_float = number_type(float, lambda value: 0 < value < math.inf, "a finite number above 0")
 non_negative_float = number_type(float, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
+skip_rate = number_type(float, lambda value: 0 <= value < 1, "a skip rate of at least 0 and below 1; try 0.25")
+
+
+def skip_rates(text: str) -> list[float]:
+    """A type for argparse: skip rates with commas between them."""
+    return [skip_rate(part) for part in text.split(",")]
 
 
 def say(text: str):

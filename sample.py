@@ -1,24 +1,26 @@
-"""Write text with a trained model.
+"""Write text with a trained model, at full depth or less, and show where the depth went.
 
     python sample.py                                              from the start of a document
-    python sample.py --prompt 'def ' --temperature 0              the likeliest continuation
+    python sample.py --prompt 'def ' --skip_rate 0.5              every layer skips about half of the tokens
+    python sample.py --depth_budget 12 --show_depth               12 layers a token on average, coloured by how many ran
     cat notes.txt | python sample.py --prompt_file - --num_samples 3
     python sample.py --interactive                                one prompt a line, until Ctrl-D
 """
 
 import codecs
+import json
 import os
 import sys
 from pathlib import Path
 
 from prepare_data import (Parser, UserError, encoding_from_meta, exit_on_user_error, non_negative_float,
-                          non_negative_int, number_type, positive_int)
+                          non_negative_int, number_type, positive_float, positive_int, skip_rates)
 
 share = number_type(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 
 
 def parse_args(argv=None):
-    parser = Parser(description="Write text with a trained model.")
+    parser = Parser(description="Write text with a trained model, at full depth or less.")
     text = parser.add_argument_group("text")
     text.add_argument("--checkpoint", type=Path, default=Path("out/ckpt.pt"), help="file that train.py has written")
     prompt = text.add_mutually_exclusive_group()
@@ -33,6 +35,18 @@ def parse_args(argv=None):
     choice.add_argument("--top_p", type=share, default=None,
                         help="draw among the likeliest that together hold this probability; None: all")
     choice.add_argument("--seed", type=non_negative_int, default=1, help="of the random draws")
+    depth = parser.add_argument_group("depth")
+    dial = depth.add_mutually_exclusive_group()
+    dial.add_argument("--skip_rate", type=skip_rates, default=None, metavar="S|S,S,…",
+                      help="share of the tokens that each layer skips, one number or one a layer; None: as it was trained")
+    dial.add_argument("--depth_budget", type=positive_float, default=None, metavar="LAYERS",
+                      help="the same as layers a token, on average, of 2·n_layer")
+    depth.add_argument("--allocation", choices=("per_layer", "global"), default="per_layer",
+                       help="each layer skips at the rate, or layers skip by their gain, at the rate on average")
+    depth.add_argument("--show_depth", action="store_true", help="print the text with the layers that each token ran")
+    depth.add_argument("--depth_json", type=Path, default=None, metavar="FILE", help="write which layers each token ran")
+    depth.add_argument("--depth_png", type=Path, default=None, metavar="FILE",
+                       help="draw it, layers × tokens (needs matplotlib)")
     system = parser.add_argument_group("system")
     system.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     return parser.parse_args(argv)
@@ -42,6 +56,104 @@ if __name__ == "__main__":      # answer --help and mistakes in flags before the
     parse_args()
 
 from model import ModelError, choose_device, load_checkpoint
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where the depth went
+
+
+class DepthMap:
+    """Which layers each token of one text ran, noted while the model runs."""
+
+    def __init__(self, n_layers: int):
+        self.n_layers = n_layers
+        self.ran: list[list[bool]] = []         # for each token that was run, each of its layers
+
+    def watch(self, layer: int, before, after, rows):
+        """What `NAGTransformer.forward` calls after each layer."""
+        T = before.direction.size(1)
+        if layer == 0:
+            self.ran += [[False] * self.n_layers for _ in range(T)]
+        for row in range(T) if rows is None else rows.tolist():
+            self.ran[row - T][layer] = True
+
+    def layers_run(self) -> list[int]:
+        """For each token, how many layers it ran."""
+        return [sum(layers) for layers in self.ran]
+
+    def shares(self) -> list[float]:
+        """For each layer, the share of the tokens that ran it."""
+        return [sum(column) / len(self.ran) for column in zip(*self.ran)]
+
+
+# Background colours of a 256-colour terminal, from few layers to many, under white letters.
+COLOURS = (17, 19, 25, 30, 28, 64, 136, 166, 160)
+
+
+def spelled(tokens: list[int], encoding) -> list[str]:
+    """What each token adds to the text: characters appear with the token that completes them."""
+    characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    texts = [characters.decode(encoding.decode([token])) for token in tokens]
+    return texts[:-1] + [texts[-1] + characters.decode(b"", final=True)]
+
+
+def depth_picture(texts: list[str], depth: DepthMap, in_colour: bool) -> str:
+    """The text with each token's layers, a legend, and a bar for each layer.
+
+    texts: of each token. The last token of a text has not been run (nothing was written after it) and stays unmarked.
+    In colour the letters have a background; else under each line stands one of digits, 9 for all layers.
+    """
+    n, counts = depth.n_layers, depth.layers_run()
+    lines, under = [""], [""]
+    for i, text in enumerate(texts):
+        level = counts[i] / n if i < len(counts) else None
+        for part in text.splitlines(keepends=True):
+            visible = "".join(c if c.isprintable() else " " if c == "\t" else "�" for c in part.rstrip("\r\n"))
+            colour = None if level is None else COLOURS[round(level * (len(COLOURS) - 1))]
+            lines[-1] += f"\x1b[48;5;{colour};38;5;231m{visible}\x1b[0m" if in_colour and level is not None and visible else visible
+            under[-1] += (" " if level is None else str(round(level * 9))) * len(visible)
+            if part.endswith("\n"):
+                lines.append("")
+                under.append("")
+    if in_colour:
+        legend = "".join(f"\x1b[48;5;{colour};38;5;231m {round(i * n / (len(COLOURS) - 1))} \x1b[0m"
+                         for i, colour in enumerate(COLOURS))
+    else:
+        lines = [line for pair in zip(lines, under) for line in pair if line.strip()]
+        legend = f"0 for none to 9 for all of the {n}"
+    mean = sum(counts) / max(1, len(counts))
+    picture = "\n".join(lines) + f"\n\nlayers run: {legend}; {mean:.1f} of {n} a token on average. Share of the tokens, by layer:\n"
+    for layer, ran in enumerate(depth.shares()):
+        kind = "attention" if layer % 2 == 0 else "MLP"
+        picture += f"{layer:4d} {kind:9} {'█' * round(30 * ran):30} {ran:4.0%}\n"
+    return picture
+
+
+def depth_entry(tokens: list[int], texts: list[str], depth: DepthMap) -> dict:
+    """The map for a program: tokens, their texts, and for each that was run its layers as 0 or 1."""
+    return {"n_layers": depth.n_layers, "tokens": tokens, "texts": texts, "layers_run": depth.layers_run(),
+            "ran": [[int(x) for x in layers] for layers in depth.ran], "share_by_layer": depth.shares()}
+
+
+def draw_depth(path: Path, maps: list[DepthMap], texts: list[list[str]]):
+    """A heat map of each sample: layers upwards, tokens to the right."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(f"--depth_png {path}: needs matplotlib; pip install matplotlib") from error
+    longest = max(len(depth.ran) for depth in maps)
+    figure = Figure(figsize=(min(40, 2 + longest * 0.12), 1 + len(maps) * (1 + maps[0].n_layers * 0.14)), layout="constrained")
+    for axes, depth, text in zip(figure.subplots(len(maps), 1, squeeze=False)[:, 0], maps, texts):
+        axes.imshow(list(zip(*depth.ran)), aspect="auto", origin="lower", interpolation="nearest", cmap="Blues", vmin=0, vmax=1)
+        axes.set_ylabel("layer")
+        if longest <= 320:
+            axes.set_xticks(range(len(depth.ran)), [t.replace("\n", "⏎").replace("$", r"\$") for t in text[:len(depth.ran)]], fontsize=6)
+    axes.set_xlabel("token (dark: the layer ran for it)")
+    figure.savefig(path, dpi=120)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing
 
 
 def prompt_bytes(args) -> bytes:
@@ -62,14 +174,27 @@ def prompt_tokens(prompt: bytes, encoding) -> list[int]:
         raise UserError(f"prompt: byte {error.start} is not UTF-8, which encoding {encoding.name} needs") from error
 
 
-def write(model, encoding, prompt: bytes, args, seed: int):
-    """Print a prompt and its continuation, token by token. Bytes wait until their character is whole."""
+def write(model, encoding, prompt: bytes, args, cuts, seed: int, depth: DepthMap) -> list[int]:
+    """Print a prompt and its continuation, token by token; bytes wait until their character is whole.
+
+    With --show_depth the text comes when it is finished. Returns all tokens.
+    """
+    tokens = prompt_tokens(prompt, encoding)
     characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    print(characters.decode(prompt), end="", flush=True)
-    for token in model.stream([prompt_tokens(prompt, encoding)], args.max_new_tokens, args.temperature, args.top_k,
-                              args.top_p, seed):
-        print(characters.decode(encoding.decode(token.tolist())), end="", flush=True)
-    print(characters.decode(b"", final=True))
+    emit = (lambda text: None) if args.show_depth else (lambda text: print(text, end="", flush=True))
+    emit(characters.decode(prompt))
+    for token in model.stream([tokens.copy()], args.max_new_tokens, args.temperature, args.top_k, args.top_p, seed,
+                              cuts, depth.watch):
+        tokens += token.tolist()
+        emit(characters.decode(encoding.decode(token.tolist())))
+    emit(characters.decode(b"", final=True) + "\n")
+    if args.show_depth:
+        in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        shown = tokens if prompt else tokens[1:]                        # not the end-of-text that we put in front
+        seen = DepthMap(depth.n_layers)
+        seen.ran = depth.ran[len(tokens) - len(shown):]
+        print(depth_picture(spelled(shown, encoding), seen, in_colour))
+    return tokens
 
 
 def run(args):
@@ -77,14 +202,26 @@ def run(args):
         sys.stdout.reconfigure(errors="replace")
     model, meta = load_checkpoint(args.checkpoint, choose_device(args.device))
     encoding = encoding_from_meta(meta)
-    if not args.interactive:
-        prompt = prompt_bytes(args)
-        for i in range(args.num_samples):
-            write(model, encoding, prompt, args, args.seed + i)
+    rate = args.skip_rate[0] if args.skip_rate and len(args.skip_rate) == 1 else args.skip_rate
+    cuts = model.cuts_for(rate, args.depth_budget, args.allocation)
+    if args.interactive:
+        print("A prompt a line; Ctrl-D ends.", file=sys.stderr)
+        for line in sys.stdin.buffer:
+            write(model, encoding, line.rstrip(b"\r\n"), args, cuts, args.seed, DepthMap(len(model.layers)))
         return
-    print("A prompt a line; Ctrl-D ends.", file=sys.stderr)
-    for line in sys.stdin.buffer:
-        write(model, encoding, line.rstrip(b"\r\n"), args, args.seed)
+    prompt, maps, tokens = prompt_bytes(args), [], []
+    for i in range(args.num_samples):
+        maps.append(DepthMap(len(model.layers)))
+        tokens.append(write(model, encoding, prompt, args, cuts, args.seed + i, maps[-1]))
+    texts = [spelled(sample, encoding) for sample in tokens]
+    try:
+        if args.depth_json:
+            entries = [depth_entry(*sample) for sample in zip(tokens, texts, maps)]
+            args.depth_json.write_text(json.dumps({"samples": entries}) + "\n", encoding="utf-8")
+        if args.depth_png:
+            draw_depth(args.depth_png, maps, texts)
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be written ({error.strerror}); choose another file") from error
 
 
 def main(argv=None):

@@ -2,14 +2,17 @@
 
     python train.py                                          a small model on this Python's own library: some 4 minutes
     python train.py --resume                                 go on with the run in out/, to the last bit
+    python train.py --eval_only --skip_rates 0,0.25,0.5      its loss at several depths
     python train.py --residual prenorm --out_dir out-pre     the baseline
+    python train.py --skip_rate 0.25 --flop_budget 2e13 --out_dir out-25      every layer skips a quarter of the tokens
     python train.py --init_from out/ckpt.pt --data data/mine --out_dir out-mine --steps 200        fine-tune
 
-A run is a pure function of its flags: batch and dropout of a step depend on (--seed, step) alone. It leaves out_dir/ckpt.pt and
-out_dir/log.jsonl, one JSON object a line.
+A run is a pure function of its flags: batch, skip rate and random numbers of a step depend on (--seed, step) alone. It
+leaves out_dir/ckpt.pt and out_dir/log.jsonl, one JSON object a line.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -21,11 +24,20 @@ from pathlib import Path
 
 import prepare_data
 from prepare_data import (Parser, UserError, encoding_from_meta, exit_on_user_error, find_shards, non_negative_float,
-                          non_negative_int, positive_float, positive_int, read_meta)
+                          non_negative_int, positive_float, positive_int, read_meta, skip_rates)
 
 DEFAULT_DATA = "data/stdlib"
+DEFAULT_SKIP_RATE = "random:0.5"        # one checkpoint for every rate; see the README's table for what it costs
 MODEL_FLAGS = ("residual", "n_layer", "n_head", "n_embd", "block_size", "n_directions", "dropout")
-RUN_FLAGS = MODEL_FLAGS + ("seed", "batch_tokens", "micro_batch", "optimizer")     # a run keeps these from start to end
+RUN_FLAGS = MODEL_FLAGS + ("seed", "batch_tokens", "micro_batch", "optimizer", "choose")     # a run keeps these from start to end
+
+
+def skip_rate_text(text: str) -> str:
+    """A checked --skip_rate, as text: `rates_at` reads it."""
+    skip_rates(text.removeprefix("random:"))
+    if text.startswith("random:") and "," in text:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected one number after random:")
+    return text
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -48,8 +60,21 @@ def parse_args(argv=None) -> argparse.Namespace:
     model.add_argument("--block_size", type=positive_int, default=256, help="context, tokens")
     model.add_argument("--n_directions", type=positive_int, default=16, help="preferred directions of each modulator")
     model.add_argument("--dropout", type=non_negative_float, default=0.0, help="share dropped, in [0, 1)")
+    depth = parser.add_argument_group("depth")
+    depth.add_argument("--skip_rate", type=skip_rate_text, default=None, metavar="S|S,S,…|random:S",
+                       help="share of the tokens that each layer skips: a number, one a layer, or drawn anew for each step "
+                            f"from a grid up to S; None: {DEFAULT_SKIP_RATE}, or 0 with prenorm")
+    depth.add_argument("--skip_warmup_steps", type=non_negative_int, default=0,
+                       help="steps in which the rate rises from 0, in 8 stairs")
+    depth.add_argument("--allocation", choices=("per_layer", "global"), default="per_layer",
+                       help="each layer skips at the rate, or layers skip by their gain, at the rate on average")
+    depth.add_argument("--choose", choices=("modulator", "random", "static"), default="modulator",
+                       help="who skips; random tokens and static, whole layers (--eval_only), are controls")
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=positive_int, default=600, help="optimizer steps")
+    length = training.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=positive_int, default=600, help="optimizer steps")
+    length.add_argument("--flop_budget", type=positive_float, default=None, metavar="FLOPS",
+                        help="train until so many FLOPs are executed, forward and backward, in place of --steps")
     training.add_argument("--batch_tokens", type=positive_int, default=4096, help="tokens of one step")
     training.add_argument("--micro_batch", type=positive_int, default=16, help="sequences in memory at a time")
     training.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="for the branches' matrices")
@@ -64,8 +89,12 @@ def parse_args(argv=None) -> argparse.Namespace:
     training.add_argument("--grad_clip", type=positive_float, default=1.0, help="largest norm of the gradient")
     training.add_argument("--seed", type=non_negative_int, default=1, help="of weights, batches and dropout")
     checks = parser.add_argument_group("checks")
-    checks.add_argument("--eval_every", type=positive_int, default=100, help="steps from one evaluation to the next")
+    checks.add_argument("--eval_every", type=positive_int, default=200, help="steps from one evaluation to the next")
     checks.add_argument("--eval_blocks", type=positive_int, default=128, help="validation blocks, the same each time")
+    checks.add_argument("--eval_only", action="store_true",
+                        help="train nothing: evaluate --init_from, or the checkpoint in --out_dir, at --skip_rates")
+    checks.add_argument("--skip_rates", type=skip_rates, default=[0.0, 0.25, 0.5], metavar="S,S,…",
+                        help="rates of --eval_only and of the table at the end of a run")
     checks.add_argument("--sample_every", type=positive_int, default=None, help="steps between samples; None: at the end")
     checks.add_argument("--save_every", type=positive_int, default=None, help="steps between checkpoints; None: --eval_every")
     system = parser.add_argument_group("system")
@@ -92,8 +121,18 @@ def check_args(args):
         raise UserError(f"--dropout {args.dropout}: expected at least 0 and below 1")
     if args.min_lr > 1:
         raise UserError(f"--min_lr {args.min_lr}: a share of the peak rate, expected at most 1; try --min_lr 0.1")
-    if args.warmup_steps is not None and args.warmup_steps > args.steps:
+    if args.warmup_steps is not None and not args.flop_budget and args.warmup_steps > args.steps:
         raise UserError(f"--warmup_steps {args.warmup_steps}: longer than --steps {args.steps}; the rate would never peak")
+    n_rates = len(args.skip_rate.split(",")) if args.skip_rate else 1
+    if n_rates not in (1, 2 * args.n_layer):
+        raise UserError(f"--skip_rate {args.skip_rate}: {n_rates} numbers, expected one, or {2 * args.n_layer} "
+                        f"(2·n_layer), one a layer")
+    if args.residual == "prenorm" and args.skip_rate and max(skip_rates(args.skip_rate.removeprefix("random:"))):
+        raise UserError(f"--skip_rate {args.skip_rate}: the pre-norm baseline has no modulator to skip by; leave it out")
+    if args.residual == "prenorm" and args.choose == "random":
+        raise UserError("--choose random: the pre-norm baseline skips no tokens; leave it out")
+    if args.choose == "static" and not args.eval_only:
+        raise UserError("--choose static: a control for --eval_only; a shallower model is --n_layer")
     micro_tokens = args.micro_batch * args.block_size
     if args.batch_tokens % micro_tokens:
         below, above = args.batch_tokens // micro_tokens * micro_tokens, -(-args.batch_tokens // micro_tokens) * micro_tokens
@@ -103,7 +142,7 @@ def check_args(args):
 
 
 if __name__ == "__main__":      # answer --help and mistakes in flags before the seconds that importing torch takes
-    if not {"--resume", "--init_from"} & set(sys.argv):
+    if not {"--resume", "--init_from", "--eval_only"} & set(sys.argv):
         exit_on_user_error(check_args, parse_args())
     # Threads that wait for one another spin, which on a machine with anything else to do makes a step 10 times slower.
     # A short spin costs nothing where the machine is ours alone.
@@ -111,9 +150,13 @@ if __name__ == "__main__":      # answer --help and mistakes in flags before the
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
-from model import Config, ModelError, NAGTransformer, choose_device, model_from, read_checkpoint, save_checkpoint
+import sample
+
+from model import (Config, ModelError, NAGTransformer, RandomShare, StaticDrop, TopShare, angle_between, choose_device,
+                   kept_count, model_from, read_checkpoint, save_checkpoint)
 
 # Dense bfloat16 FLOP/s as the makers state them, for the share that is reached (MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
@@ -193,32 +236,138 @@ def open_data(args, meta: dict | None = None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Schedule and evaluation
+# Schedules: pure functions of the step
 
 
-def learning_rate_factor(step: int, args) -> float:
-    """Learning rate of a step as a share of its peak: linear warm-up, then a cosine down to min_lr."""
-    warmup = args.warmup_steps if args.warmup_steps is not None else min(50, args.steps // 4)
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, args.steps - warmup)
-    return args.min_lr + (1 - args.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+def learning_rate_factor(step: int, progress: float, warmup: int, min_lr: float) -> float:
+    """Learning rate of a step as a share of its peak: a cosine over the run down to min_lr, with a linear warm-up."""
+    cosine = min_lr + (1 - min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return cosine * min(1.0, (step + 1) / max(1, warmup))
 
 
-@torch.no_grad()
-def evaluate(model, loss_function, blocks: Blocks, args, token_bytes) -> dict:
-    """Mean loss in nats a token and bits a byte, on the same blocks each time. Bits are None where bytes are unknown."""
-    numbers, device = blocks.spread(args.eval_blocks), next(model.parameters()).device
-    nats = bytes_scored = 0.0
-    model.eval()
-    for start in range(0, len(numbers), args.micro_batch):
-        tokens, targets = blocks.read(numbers[start:start + args.micro_batch], device)
-        nats += loss_function(tokens, targets).item() * targets.numel()
-        if token_bytes is not None:
-            bytes_scored += float(token_bytes[targets.cpu().numpy()].sum())
-    model.train()
-    loss = nats / (len(numbers) * args.block_size)
-    return {"val_loss": loss, "bits_per_byte": nats / math.log(2) / bytes_scored if bytes_scored else None}
+def rates_at(step: int, args) -> list[float]:
+    """Skip rate of each layer in a step, before --allocation.
+
+    A rate moves between few values, since each is a shape to compile: 8 stairs of the warm-up, 6 random rates.
+    """
+    risen = min(1.0, step * 8 // args.skip_warmup_steps / 8) if args.skip_warmup_steps else 1.0
+    if args.skip_rate.startswith("random:"):
+        # Each 6 steps in a row have each of the 6 rates once: their mean is exact and the FLOPs even.
+        drawn = shuffled(np.array([step]), 6, args.seed).item()
+        rates = [float(args.skip_rate.removeprefix("random:")) * min(drawn, math.floor(5 * risen)) / 5]
+    else:
+        rates = [risen * rate for rate in skip_rates(args.skip_rate)]
+    return rates * (2 * args.n_layer) if len(rates) == 1 else rates
+
+
+def typical_rates(args) -> list[float]:
+    """The rates at which a trained model is evaluated and sampled unless another is asked for: of random ones the mean."""
+    drawn = args.skip_rate.startswith("random:")
+    rates = [float(args.skip_rate.removeprefix("random:")) / 2] if drawn else skip_rates(args.skip_rate)
+    return rates * (2 * args.n_layer) if len(rates) == 1 else rates
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+class Evaluator:
+    """Measures a model on fixed blocks: the same validation blocks each time, thresholds from the same training blocks."""
+
+    def __init__(self, model, args, train_blocks: Blocks, val_blocks: Blocks, token_bytes, autocast):
+        self.model, self.args, self.val_blocks, self.token_bytes = model, args, val_blocks, token_bytes
+        self.device, self.autocast = next(model.parameters()).device, autocast
+        self.numbers = val_blocks.spread(args.eval_blocks)
+        n_calibration = max(1, 8192 // args.block_size)         # enough tokens that a quantile is known to half a percent
+        self.calibration, _ = train_blocks.read(train_blocks.spread(n_calibration), self.device)
+
+    @torch.no_grad()
+    def refresh_cuts(self):
+        """Measure the threshold table of a NAG model anew, and settle the rates that sampling skips at by default."""
+        if self.args.residual != "nag":
+            return
+        self.model.eval()
+        with self.autocast():
+            self.model.measure_cuts(self.calibration)
+        self.model.train()
+        self.model.default_rates.copy_(torch.tensor(self.allocated(typical_rates(self.args))))
+
+    def allocated(self, rates: list[float]) -> list[float]:
+        """The rates as --allocation distributes them."""
+        if self.args.allocation == "global" and any(rates) and not self.model.gains.isnan().any():
+            return self.model.global_rates(sum(rates) / len(rates))
+        return rates
+
+    def depth(self, rates: list[float]):
+        """Who runs at these rates, by --choose."""
+        if not any(rates):
+            return None
+        if self.args.choose == "random":
+            return RandomShare(rates)
+        if self.args.choose == "static":
+            angles = self.layer_angles()
+            return StaticDrop(sorted(range(len(angles)), key=angles.__getitem__)[:round(sum(rates))])
+        return self.model.cuts_for(rates)
+
+    @torch.no_grad()
+    def layer_angles(self) -> list[float]:
+        """Mean angle between the stream before and after each layer at full depth, on the calibration blocks."""
+        angles = {}
+        def watch(layer, before, after, rows):
+            angles[layer] = angle_between(before.direction, after.direction).mean().item()
+        self.model.eval()
+        with self.autocast():
+            self.model.run_layers(self.calibration, watch=watch)
+        self.model.train()
+        return [angles[layer] for layer in range(len(self.model.layers))]
+
+    @torch.no_grad()
+    def __call__(self, depth=None) -> dict:
+        """Validation loss in nats a token and bits a byte (None where bytes are unknown), and what each layer did.
+
+        kept: share of the tokens that a layer ran for, None for a layer left out.  gain, angle (radians): means over
+        these, None in the baseline.  flops_share: executed FLOPs against full depth.
+        """
+        model, n_tokens = self.model, len(self.numbers) * self.args.block_size
+        ran, gain, angle = ([0.0] * len(model.layers) for _ in range(3))
+        nats = bytes_scored = 0.0
+
+        def watch(layer, before, after, rows):
+            count = before.direction[..., 0].numel() if rows is None else len(rows)
+            ran[layer] += count
+            if before.log_norm is not None:     # the norm's growth tells the realised gain, and so the angle
+                realised = torch.expm1(2 * (after.log_norm - before.log_norm)).clamp_min(0).sqrt()
+                gain[layer] += realised.sum().item()
+                angle[layer] += realised.atan().sum().item()
+
+        model.eval()
+        torch.manual_seed(self.args.seed)       # for --choose random
+        for start in range(0, len(self.numbers), self.args.micro_batch):
+            tokens, targets = self.val_blocks.read(self.numbers[start:start + self.args.micro_batch], self.device)
+            with self.autocast():
+                logits = model(tokens, depth, watch=watch)
+            nats += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+            if self.token_bytes is not None:
+                bytes_scored += float(self.token_bytes[targets.cpu().numpy()].sum())
+        model.train()
+        kept = [None if depth is not None and depth.drops(l) else ran[l] / n_tokens for l in range(len(ran))]
+        means = [[total / count if count else 0.0 for total, count in zip(totals, ran)] if model.config.residual == "nag"
+                 else None for totals in (gain, angle)]
+        return {"val_loss": nats / n_tokens, "bits_per_byte": nats / math.log(2) / bytes_scored if bytes_scored else None,
+                "kept": kept, "gain": means[0], "angle": means[1],
+                "flops_share": model.flops_per_token(kept) / model.flops_per_token()}
+
+    def dial(self, log) -> str:
+        """Evaluate at each of --skip_rates; returns a table, and logs its rows."""
+        lines = ["skip rate   layers run    FLOPs   validation loss   bits per byte"]
+        for rate in self.args.skip_rates:
+            found = self(self.depth(self.allocated([rate] * len(self.model.layers))))
+            share = sum(kept or 0.0 for kept in found["kept"]) / len(found["kept"])
+            bpb = f"{found['bits_per_byte']:.4f}" if found["bits_per_byte"] else "unknown"
+            lines.append(f"{rate:9g} {share:12.3f} {found['flops_share']:8.3f} {found['val_loss']:17.4f} {bpb:>15}")
+            log.write(dial={"skip_rate": rate, "layers_run": share, "choose": self.args.choose,
+                            "allocation": self.args.allocation, **found})
+        return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -262,9 +411,9 @@ def readable(seconds: float) -> str:
 
 
 class Log:
-    """out_dir/log.jsonl: one JSON object a line. On resume, lines past the checkpoint's step are cut."""
+    """out_dir/log.jsonl: one JSON object a line. Lines past `step`, that of the checkpoint to go on from, are cut."""
 
-    def __init__(self, path: Path, step: int):
+    def __init__(self, path: Path, step: float = math.inf):
         lines = path.read_text().splitlines() if path.exists() and step else []
         kept = []
         for line in lines:
@@ -310,19 +459,27 @@ def take_flags(args, stored: dict, fixed: tuple, why: str):
 def settle_flags(args) -> dict | None:
     """Complete the flags with those of the checkpoint that the run goes on from or starts from, which is returned."""
     origin, path = None, args.out_dir / "ckpt.pt"
-    if args.resume and path.exists():
+    if args.eval_only or args.resume and path.exists():
+        path = args.init_from or path
         origin = read_checkpoint(path)
         for entry in ("optimizer", "step", "flops", "train"):
             if entry not in origin:
-                raise UserError(f"--resume {path}: has no {entry!r} entry, so the run cannot go on; sample from it, or "
-                                f"start anew from its weights with --init_from {path} --out_dir another")
-        take_flags(args, origin["train"], RUN_FLAGS, f"--resume {path}")
+                raise UserError(f"{path}: has no {entry!r} entry, so the run cannot go on; sample from it, or start anew "
+                                f"from its weights with --init_from {path} --out_dir another")
+        own = ("choose", "allocation", "skip_rates") if args.eval_only else ()      # may differ from how it was trained
+        stored = {flag: value for flag, value in origin["train"].items() if flag not in own}
+        if "steps" in args.given:
+            stored["flop_budget"] = None
+        take_flags(args, stored, tuple(flag for flag in RUN_FLAGS if flag not in own), str(path))
     elif args.init_from:
         origin = read_checkpoint(args.init_from)
         stored = {flag: value for flag, value in origin["config"].items() if flag in MODEL_FLAGS}
         take_flags(args, stored, MODEL_FLAGS, f"--init_from {args.init_from}")
     check_args(args)
-    check_out_dir(args)
+    if args.skip_rate is None:
+        args.skip_rate = DEFAULT_SKIP_RATE if args.residual == "nag" else "0"
+    if not args.eval_only:
+        check_out_dir(args)
     return origin
 
 
@@ -330,14 +487,8 @@ def settle_flags(args) -> dict | None:
 # Training
 
 
-def train(args):
-    origin = settle_flags(args)
-    device, dtype, compiled = settle_system(args)
-    train_blocks, val_blocks, meta = open_data(args, origin and origin["meta"])
-    encoding = encoding_from_meta(meta)
-    token_bytes = encoding.token_bytes()
-    path = args.out_dir / "ckpt.pt"
-
+def build(args, origin: dict | None, meta: dict, device):
+    """Model and optimizers of a run, new or as a checkpoint has them; and the steps and FLOPs done."""
     torch.manual_seed(args.seed)
     if origin:
         model = model_from(origin, device)
@@ -347,105 +498,153 @@ def train(args):
         model = NAGTransformer(Config(vocab_size=meta["vocab_size"], **shape, **alpha)).to(device)
     optimizers = model.configure_optimizers(args.optimizer, args.learning_rate, args.matrix_learning_rate,
                                             args.gate_learning_rate, args.weight_decay)
-    step = flops = 0
-    if args.resume and origin:
-        step, flops = origin["step"], origin["flops"]
-        for optimizer, state in zip(optimizers, origin["optimizer"], strict=True):
-            rates = [group["initial_lr"] for group in optimizer.param_groups]       # the flags', not the checkpoint's
-            optimizer.load_state_dict(state)
-            for group, rate in zip(optimizer.param_groups, rates):
-                group["initial_lr"] = rate
-    if step >= args.steps:
-        print(f"{path}: all {step} of --steps {args.steps} are done; give a larger --steps to go on")
-        return
+    if not (args.resume and origin):
+        return model, optimizers, 0, 0
+    for optimizer, state in zip(optimizers, origin["optimizer"], strict=True):
+        rates = [group["initial_lr"] for group in optimizer.param_groups]       # the flags', not the checkpoint's
+        optimizer.load_state_dict(state)
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["initial_lr"] = rate
+    return model, optimizers, origin["step"], origin["flops"]
 
-    def loss_in_dtype(tokens, targets):
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            return model.loss(tokens, targets)
 
-    loss_function = torch.compile(loss_in_dtype) if compiled else loss_in_dtype
-    micro_batches = args.batch_tokens // (args.micro_batch * args.block_size)
-    flops_per_step = 3 * model.flops_per_token() * args.batch_tokens
-    peak = peak_flops(device)
-
-    def first_micro_batch() -> float:
-        """Seconds for the forward and backward pass of the first micro-batch, which changes nothing."""
+def timed_micro_batch(loss_function, blocks: Blocks, optimizers, args, device) -> float:
+    """Seconds that the first micro-batch takes at full depth once all is warmed up (and compiled). It changes nothing."""
+    for _ in range(2):
         started = time.perf_counter()
-        loss_function(*train_blocks.micro_batch(args.seed, 0, args.micro_batch, device)).backward()
+        try:
+            loss_function(*blocks.micro_batch(args.seed, 0, args.micro_batch, device)).backward()
+        except Exception as error:
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            raise UserError(f"--compile: torch.compile does not work here ({type(error).__name__}; on a CPU it needs a C++ "
+                            f"compiler); run with --no-compile") from error
         for optimizer in optimizers:
             optimizer.zero_grad()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - started
+    return time.perf_counter() - started
 
+
+@contextlib.contextmanager
+def stop_signals():
+    """A list that receives the name of the first SIGINT or SIGTERM, for the loop to look at; a second one interrupts."""
+    asked = []
+
+    def note(number, frame):
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(signal.Signals(number).name)
+
+    handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        first_micro_batch()             # warms up, and compiles
-    except Exception as error:
-        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            raise
-        raise UserError(f"--compile: torch.compile does not work here ({type(error).__name__}; it needs a C++ compiler "
-                        f"on a CPU); run with --no-compile") from error
-    seconds = first_micro_batch() * micro_batches
+        yield asked
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def train(args):
+    origin = settle_flags(args)
+    device, dtype, compiled = settle_system(args)
+    train_blocks, val_blocks, meta = open_data(args, origin and origin["meta"])
+    encoding = encoding_from_meta(meta)
+    model, optimizers, step, flops = build(args, origin, meta, device)
+    path = args.out_dir / "ckpt.pt"
+
+    def autocast():
+        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+    evaluator = Evaluator(model, args, train_blocks, val_blocks, encoding.token_bytes(), autocast)
+    if args.eval_only:
+        print(evaluator.dial(Log((args.init_from or path).parent / "log.jsonl")))
+        return
+
+    def loss_of(tokens, targets, depth=None):
+        with autocast():
+            return model.loss(tokens, targets, depth)
+
+    def progress() -> float:        # share of the run that is done
+        return flops / args.flop_budget if args.flop_budget else step / args.steps
+
+    if progress() >= 1:
+        print(f"{path}: all of the run's {step} steps are done; give a larger --steps or --flop_budget to go on")
+        return
+    loss_function = loss_of
+    if compiled:
+        torch._dynamo.config.recompile_limit = 16               # a skip rate is a shape: 9 with a warm-up, see rates_at
+        loss_function = torch.compile(loss_of, dynamic=False)
+    seconds = timed_micro_batch(loss_function, train_blocks, optimizers, args, device)
+    micro_batches, micro_tokens = args.batch_tokens // (args.micro_batch * args.block_size), args.micro_batch * args.block_size
+    full_step, peak = 3 * model.flops_per_token() * args.batch_tokens, peak_flops(device)
+    typical_step = full_step * model.flops_per_token([1 - rate for rate in typical_rates(args)]) / model.flops_per_token()
+    steps_left = math.ceil((1 - progress()) * (args.flop_budget / typical_step if args.flop_budget else args.steps))
+    warmup = args.warmup_steps if args.warmup_steps is not None else min(50, math.ceil(steps_left / 4 + step))
     print(f"{model.num_params():,} parameters ({args.residual}, {args.n_layer} blocks of width {args.n_embd}) on {device}, "
-          f"{str(dtype)[6:]}; {args.batch_tokens:,} tokens a step, {3 * model.flops_per_token():,} FLOPs a token; "
-          f"{args.steps - step} steps in about {readable(seconds * (args.steps - step))}")
+          f"{str(dtype)[6:]}; {args.batch_tokens:,} tokens a step, {typical_step / args.batch_tokens:,.0f} FLOPs a token; "
+          f"{steps_left} steps in about {readable(seconds * micro_batches * typical_step / full_step * steps_left)}")
 
     log = Log(args.out_dir / "log.jsonl", step)
-    settings = {flag: value for flag, value in vars(args).items() if flag not in ("given", "resume", "init_from", "out_dir")}
+    settings = {flag: value for flag, value in vars(args).items()
+                if flag not in ("given", "resume", "init_from", "out_dir", "eval_only")}
     log.write(command=sys.argv, versions=versions(), config=vars(model.config), train=settings, device=str(device),
               dtype=str(dtype)[6:], compiled=compiled, parameters=model.num_params(), step=step)
 
-    stop = []       # the signal that asked for an end, if one did
-    def ask_to_stop(number, frame):
-        if stop:
-            raise KeyboardInterrupt
-        stop.append(signal.Signals(number).name)
-    handlers = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGINT, signal.SIGTERM)}
-
     def save():
         try:
-            save_checkpoint(path, model, meta=meta, step=step, flops=flops, train=settings,
-                            optimizer=[optimizer.state_dict() for optimizer in optimizers], versions=versions())
+            save_checkpoint(path, model, meta=meta, step=step, flops=flops, train=settings, versions=versions(),
+                            optimizer=[optimizer.state_dict() for optimizer in optimizers])
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}) at step {step}; what it held before still "
                             f"stands; make room and go on with --resume") from error
 
-    bar = tqdm(total=args.steps, initial=step, unit="step", dynamic_ncols=True)
-    saved, evaluation = step, {}
-    try:
-        while step < args.steps and not stop:
+    bar = tqdm(total=args.flop_budget or args.steps, initial=flops if args.flop_budget else step, dynamic_ncols=True,
+               unit="FLOP" if args.flop_budget else "step", unit_scale=bool(args.flop_budget))
+    choice = RandomShare if args.choose == "random" else TopShare
+    saved, found = step, {}
+    with bar, stop_signals() as stop:
+        while progress() < 1 and not stop:
             started = time.perf_counter()
-            factor = learning_rate_factor(step, args)
+            factor = learning_rate_factor(step, progress(), warmup, args.min_lr)
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 group["lr"] = group["initial_lr"] * factor
+            rates = evaluator.allocated(rates_at(step, args))
+            depth = choice(rates) if any(rates) else None
             loss = torch.zeros((), device=device)
             for micro in range(micro_batches):
                 first = (step * micro_batches + micro) * args.micro_batch
-                if args.dropout:
-                    torch.manual_seed(hash((args.seed, step, micro)) % 2**63)
-                micro_loss = loss_function(*train_blocks.micro_batch(args.seed, first, args.micro_batch, device))
+                torch.manual_seed(hash((args.seed, step, micro)) % 2**63)       # for dropout and --choose random
+                tokens, targets = train_blocks.micro_batch(args.seed, first, args.micro_batch, device)
+                micro_loss = loss_function(tokens, targets, depth)
                 (micro_loss / micro_batches).backward()
                 loss += micro_loss.detach() / micro_batches
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            step, flops, loss = step + 1, flops + flops_per_step, loss.item()
+
+            kept = [kept_count(rate, micro_tokens) / micro_tokens for rate in rates]
+            step_flops = 3 * model.flops_per_token(kept) * args.batch_tokens
+            done = (step_flops if args.flop_budget else 1)
+            step, flops, loss = step + 1, flops + step_flops, loss.item()
             seconds = time.perf_counter() - started
             entry = {"step": step, "loss": loss, "grad_norm": grad_norm.item(), "lr_factor": factor, "flops": flops,
-                     "tokens": step * args.batch_tokens, "tokens_per_s": round(args.batch_tokens / seconds),
-                     "mfu": round(flops_per_step / seconds / peak, 4) if peak else None}
-
-            last = step == args.steps
+                     "skip_rate": sum(rates) / len(rates), "tokens": step * args.batch_tokens,
+                     "tokens_per_s": round(args.batch_tokens / seconds),
+                     "mfu": round(step_flops / seconds / peak, 4) if peak else None}
+            last = progress() >= 1
             if step % args.eval_every == 0 or last:
-                evaluation = evaluate(model, loss_function, val_blocks, args, token_bytes)
-                entry |= evaluation
-                bpb = evaluation["bits_per_byte"]
-                bar.write(f"step {step}: validation loss {evaluation['val_loss']:.4f}"
-                          + (f", {bpb:.4f} bits per byte" if bpb else ""))
+                evaluator.refresh_cuts()
+                typical = evaluator.allocated(typical_rates(args))
+                found = evaluator(evaluator.depth(typical))
+                entry |= {**found, "eval_skip_rate": sum(typical) / len(typical)}
+                bar.write(f"step {step}: {evaluation_text(found)}")
+                for layer, share in enumerate(found["kept"]):
+                    if share < 0.01:
+                        bar.write(f"warning: layer {layer} runs for {share:.2%} of the tokens; it hardly learns any more")
             log.write(**entry)
             bar.set_postfix_str(f"loss {loss:.3f}, {args.batch_tokens / seconds:,.0f} tokens/s")
-            bar.update()
+            bar.update(done)
             if args.sample_every and step % args.sample_every == 0 and not last:
                 bar.write(sample_text(model, encoding, args.seed))
             if step % (args.save_every or args.eval_every) == 0 or last:
@@ -453,23 +652,25 @@ def train(args):
                 saved = step
         if step > saved:
             save()
-    finally:
-        bar.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
     here = f" --out_dir {args.out_dir}" if args.out_dir != Path("out") else ""
     if stop:
-        print(f"{stop[0]}: stopped after step {step} of {args.steps}, saved in {path}; "
-              f"go on with: python train.py{here} --resume")
+        print(f"{stop[0]}: stopped after step {step}, saved in {path}; go on with: python train.py{here} --resume")
         return
-    bpb = evaluation["bits_per_byte"]
-    print(f"\n{model.num_params():,} parameters, validation loss {evaluation['val_loss']:.4f} nats per token"
-          + (f", {bpb:.4f} bits per byte" if bpb else "") + f"; checkpoint in {path}. A sample:\n")
-    print(sample_text(model, encoding, args.seed))
-    there = f" --checkpoint {path}" if here else ""
-    print(f"\nNext:  python sample.py{there} --prompt 'def ' --max_new_tokens 300\n"
-          f"       python train.py{here} --resume --steps {2 * args.steps}")
+    print(f"\n{model.num_params():,} parameters, {evaluation_text(found)}; checkpoint in {path}. A sample"
+          + (", each character with the layers it ran:\n" if args.residual == "nag" else ":\n"))
+    there = ["--checkpoint", str(path)] if here else []
+    sample.main([*there, "--seed", str(args.seed)] + (["--show_depth"] if args.residual == "nag" else []))
+    if args.residual == "nag" and args.choose == "modulator":
+        print(f"\nThe same checkpoint at several depths:\n\n{evaluator.dial(log)}")
+    more = f"--flop_budget {2 * args.flop_budget:g}" if args.flop_budget else f"--steps {2 * args.steps}"
+    print(f"\nNext:  python sample.py {' '.join(there)}{' ' if there else ''}--prompt 'def ' --skip_rate 0.5 --show_depth\n"
+          f"       python train.py{here} --resume {more}")
+
+
+def evaluation_text(found: dict) -> str:
+    bpb = f", {found['bits_per_byte']:.4f} bits per byte" if found["bits_per_byte"] else ""
+    return f"validation loss {found['val_loss']:.4f} nats per token{bpb}"
 
 
 def sample_text(model, encoding, seed: int) -> str:

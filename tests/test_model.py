@@ -157,8 +157,8 @@ def path_of(model, tokens):
     context = Context(cos, sin, None)
     for layer in model.layers:
         gain = layer.alpha * layer.modulate(stream.direction)
-        out = layer.branch(stream.direction, context)
-        after = layer(stream, context)
+        out = layer.branch(stream.direction, None, context)
+        after, _ = layer(stream, None, context)
         yield stream, gain, out, after
         stream = after
 
@@ -345,7 +345,7 @@ def test_decoding_equals_the_full_forward_pass_at_every_position_past_the_contex
 def test_cache_takes_several_tokens_at_a_time_at_any_moment():
     model, text = tiny_model(), tiny_tokens(1, 60)
     full, cache = model(text), KVCache(model.config, 1, "cpu", torch.float64)
-    found = [model(piece, cache) for piece in text.split([3, 1, 9, 16, 1, 1, 20, 9], dim=1)]
+    found = [model(piece, cache=cache) for piece in text.split([3, 1, 9, 16, 1, 1, 20, 9], dim=1)]
     assert_close(torch.cat(found, dim=1), full, atol=1e-10, rtol=0)
 
 
