@@ -578,8 +578,9 @@ def train(args):
     micro_batches, micro_tokens = args.batch_tokens // (args.micro_batch * args.block_size), args.micro_batch * args.block_size
     full_step, peak = 3 * model.flops_per_token() * args.batch_tokens, peak_flops(device)
     typical_step = full_step * model.flops_per_token([1 - rate for rate in typical_rates(args)]) / model.flops_per_token()
-    steps_left = math.ceil((1 - progress()) * (args.flop_budget / typical_step if args.flop_budget else args.steps))
-    warmup = args.warmup_steps if args.warmup_steps is not None else min(50, math.ceil(steps_left / 4 + step))
+    all_steps = args.flop_budget / typical_step if args.flop_budget else args.steps
+    steps_left = math.ceil((1 - progress()) * all_steps)
+    warmup = args.warmup_steps if args.warmup_steps is not None else min(50, math.ceil(all_steps / 4))
     print(f"{model.num_params():,} parameters ({args.residual}, {args.n_layer} blocks of width {args.n_embd}) on {device}, "
           f"{str(dtype)[6:]}; {args.batch_tokens:,} tokens a step, {typical_step / args.batch_tokens:,.0f} FLOPs a token; "
           f"{steps_left} steps in about {readable(seconds * micro_batches * typical_step / full_step * steps_left)}")

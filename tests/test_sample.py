@@ -1,6 +1,7 @@
 """Promises of sample.py: whole characters, every source of a prompt, and its answers to mistakes."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import sample
-from conftest import ROOT, fails, tiny_model
+from conftest import ROOT, fails, tiny_model, tiny_tokens
 from model import NAGTransformer, save_checkpoint
 
 META = {"encoding": "bytes", "vocab_size": 257, "end_of_text": 256}
@@ -18,7 +19,10 @@ META = {"encoding": "bytes", "vocab_size": 257, "end_of_text": 256}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoint") / "ckpt.pt"
-    save_checkpoint(path, tiny_model(dtype=torch.float32, vocab_size=257, block_size=32), META)
+    model = tiny_model(dtype=torch.float32, vocab_size=257, block_size=32)
+    model.measure_cuts(tiny_tokens(64, 32, vocab_size=257))
+    model.default_rates.fill_(0.25)
+    save_checkpoint(path, model, META)
     return path
 
 
@@ -38,7 +42,7 @@ def test_characters_appear_once_they_are_whole(checkpoint, monkeypatch):
     spell(monkeypatch, "a🐈é".encode())
     monkeypatch.setattr("builtins.print", lambda *text, **how: prints.append("".join(text)))
     sample.main(["--checkpoint", str(checkpoint)])
-    assert prints == ["", "a", "", "", "", "🐈", "", "é", ""]
+    assert prints == ["", "a", "", "", "", "🐈", "", "é", "\n"]
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -90,12 +94,87 @@ def test_bytes_that_are_no_text_pass_through_a_command_line_in_any_locale(locale
     assert done.stdout.startswith(b"a") and len(done.stdout) > 20
 
 
+# ---- depth ----------------------------------------------------------------------------------------------------------
+
+
+def depth_of(checkpoint, tmp_path, *flags) -> dict:
+    sample.main(["--checkpoint", str(checkpoint), "--depth_json", str(tmp_path / "depth.json"), *map(str, flags)])
+    return json.loads((tmp_path / "depth.json").read_text())["samples"][0]
+
+
+@pytest.mark.parametrize("flags, share", [([], 0.75), (["--skip_rate", 0], 1), (["--skip_rate", 0.5], 0.5),
+                                          (["--depth_budget", 3], 0.5), (["--depth_budget", 1.5], 0.25), (["--depth_budget", 6], 1),
+                                          (["--skip_rate", 0.5, "--allocation", "global"], 0.5)])
+def test_single_token_decoding_realises_the_rate_that_was_asked_for(flags, share, checkpoint, tmp_path):
+    found = depth_of(checkpoint, tmp_path, "--prompt", "x", "--max_new_tokens", 300, "--temperature", 3, *flags)
+    assert len(found["tokens"]) == 301 and len(found["layers_run"]) == 300         # the last token was not run
+    assert sum(found["layers_run"]) / 300 / 6 == pytest.approx(share, abs=0.06)
+    assert found["layers_run"] == [sum(layers) for layers in found["ran"]]
+    assert found["share_by_layer"] == [sum(column) / 300 for column in zip(*found["ran"])]
+    assert "".join(found["texts"])[0] == "x"
+
+
+def test_a_list_gives_each_layer_its_rate(checkpoint, tmp_path):
+    found = depth_of(checkpoint, tmp_path, "--skip_rate", "0,0,0.9,0,0,0.5", "--max_new_tokens", 200, "--temperature", 3)
+    assert found["share_by_layer"][0] == found["share_by_layer"][1] == found["share_by_layer"][3] == 1
+    assert found["share_by_layer"][2] < 0.35 and found["share_by_layer"][5] < 0.85
+
+
+def test_the_picture_has_a_digit_under_each_character_a_legend_and_a_bar_for_each_layer(checkpoint, capsys):
+    out = written(capsys, checkpoint, "--prompt", "two\nlines", "--max_new_tokens", 1, "--show_depth", "--skip_rate", 0.5)
+    lines = out.splitlines()
+    assert lines[0] == "two" and lines[2].startswith("lines") and lines[1].isdigit() and len(lines[1]) == 3
+    assert lines[3][:5].isdigit() and "of 6 a token on average" in out and "\x1b" not in out
+    assert [line.split()[1] for line in lines[-7:-1]] == ["attention", "MLP"] * 3
+
+
+def test_a_terminal_gets_colours_unless_it_asks_not_to(checkpoint, capsys, monkeypatch):
+    import _pytest.capture
+    monkeypatch.setattr(_pytest.capture.CaptureIO, "isatty", lambda self: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[48;5;" in written(capsys, checkpoint, "--prompt", "ab", "--max_new_tokens", 3, "--show_depth")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in written(capsys, checkpoint, "--prompt", "ab", "--max_new_tokens", 3, "--show_depth")
+
+
+def test_the_depth_of_the_prompt_is_that_of_the_full_forward_pass(checkpoint, tmp_path):
+    from model import load_checkpoint
+    model, prompt = load_checkpoint(checkpoint)[0], b"The prompt has been read by then."
+    found = depth_of(checkpoint, tmp_path, "--prompt", prompt.decode(), "--max_new_tokens", 1, "--skip_rate", 0.5)
+    depth = sample.DepthMap(6)
+    model(torch.tensor([list(prompt)]), model.cuts_for(0.5), watch=depth.watch)
+    assert found["ran"] == [[int(x) for x in layers] for layers in depth.ran]
+
+
+def test_a_heat_map_is_drawn_or_the_missing_package_named(checkpoint, tmp_path, capsys, monkeypatch):
+    flags = ["--checkpoint", checkpoint, "--max_new_tokens", 5, "--depth_png", tmp_path / "depth.png", "--num_samples", 2]
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install matplotlib" in fails(sample.main, flags, capsys)
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib", reason="matplotlib is optional")
+    sample.main([str(flag) for flag in flags])
+    assert (tmp_path / "depth.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("change, flags, named", [
+    ("no table", ["--skip_rate", 0.5], "no threshold table"), ("prenorm", ["--skip_rate", 0.5], "pre-norm"),
+    ("prenorm", ["--depth_budget", 3], "pre-norm")])
+def test_a_checkpoint_that_cannot_skip_says_so(change, flags, named, tmp_path, capsys):
+    residual = "prenorm" if change == "prenorm" else "nag"
+    save_checkpoint(tmp_path / "ckpt.pt", tiny_model(dtype=torch.float32, vocab_size=257, residual=residual), META)
+    assert named in fails(sample.main, ["--checkpoint", tmp_path / "ckpt.pt", *flags], capsys)
+    sample.main(["--checkpoint", str(tmp_path / "ckpt.pt"), "--max_new_tokens", "3", "--skip_rate", "0"])
+
+
 @pytest.mark.parametrize("flags, named", [
     (["--checkpoint", "/nonexistent.pt"], "/nonexistent.pt"), (["--checkpoint", "/"], "a folder"), (["--temperature", "-1"], "'-1'"),
     (["--temperature", "nan"], "nan"), (["--temperature", "inf"], "inf"), (["--top_k", "0"], "--top_k"), (["--top_p", "0"], "--top_p"),
     (["--top_p", "1.5"], "--top_p"), (["--num_samples", "0"], "--num_samples"), (["--max_new_tokens", "-3"], "--max_new_tokens"),
     (["--prompt_file", "/nonexistent.txt"], "/nonexistent.txt"), (["--prompt", "a", "--interactive"], "--interactive"),
-    (["--device", "gpu"], "--device gpu"), (["--seed", "x"], "--seed"), (["--tempreature", "1"], "--tempreature")])
+    (["--device", "gpu"], "--device gpu"), (["--skip_rate", "1"], "'1'"), (["--skip_rate", "1.1"], "1.1"),
+    (["--skip_rate", "-0.1"], "-0.1"), (["--skip_rate", "0.1,0.2"], "2 numbers"), (["--skip_rate", "0.1, ,0.2"], "' '"),
+    (["--depth_budget", "0"], "--depth_budget"), (["--depth_budget", "6.5"], "at most 6"),
+    (["--depth_budget", "3", "--skip_rate", "0.5"], "--skip_rate"), (["--depth_json", "/proc/x/y"], "/proc/x/y"), (["--seed", "x"], "--seed"), (["--tempreature", "1"], "--tempreature")])
 def test_a_mistake_is_answered_in_one_line(flags, named, checkpoint, capsys):
     assert named in fails(sample.main, ["--checkpoint", checkpoint, *flags], capsys)
 

@@ -71,18 +71,43 @@ def test_targets_are_the_tokens_that_follow(tmp_path):
     assert targets.tolist() == [list(range(25, 33)), list(range(1, 9))]
 
 
-# ---- schedule -------------------------------------------------------------------------------------------------------
+# ---- schedules ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps, warmup", [(1, None), (1, 0), (1, 1), (20, None), (20, 20), (20, 0), (1000, None)])
-def test_the_rate_starts_above_zero_peaks_once_and_ends_near_its_minimum(steps, warmup):
-    args = train.parse_args(["--steps", str(steps)] + (["--warmup_steps", str(warmup)] if warmup is not None else []))
-    rates = [train.learning_rate_factor(step, args) for step in range(steps)]
-    assert all(0 < rate <= 1 for rate in rates) and max(rates) == 1
-    peak = rates.index(1)
+@pytest.mark.parametrize("steps, warmup", [(1, 0), (1, 1), (20, 5), (20, 20), (1000, 50)])
+def test_the_rate_starts_above_zero_rises_falls_and_ends_near_its_minimum(steps, warmup):
+    rates = [train.learning_rate_factor(step, step / steps, warmup, 0.1) for step in range(steps)]
+    assert all(0 < rate <= 1 for rate in rates)
+    peak = rates.index(max(rates))
     assert rates[:peak] == sorted(rates[:peak]) and rates[peak:] == sorted(rates[peak:], reverse=True)
     if steps == 1000:
-        assert peak == 49 and rates[0] == 1 / 50 and rates[-1] == pytest.approx(0.1, abs=1e-4)
+        assert rates[0] == pytest.approx(1 / 50) and max(rates) > 0.99 and rates[-1] == pytest.approx(0.1, abs=1e-4)
+
+
+def rates_of(steps, *flags):
+    args = train.parse_args(["--n_layer", "2", *flags])
+    return [train.rates_at(step, args) for step in range(steps)]
+
+
+def test_skip_rates_follow_the_flag():
+    assert rates_of(2, "--skip_rate", "0.25") == [[0.25] * 4] * 2
+    assert rates_of(1, "--skip_rate", "0,0.1,0.2,0.3") == [[0, 0.1, 0.2, 0.3]]
+
+
+def test_skip_warmup_begins_at_full_depth_and_rises_in_eight_stairs():
+    rates = [rates[0] for rates in rates_of(200, "--skip_rate", "0.4", "--skip_warmup_steps", "80")]
+    assert rates[:10] == [0] * 10 and rates[80:] == [0.4] * 120 and rates == sorted(rates) and len(set(rates)) == 9
+    drawn = [rates[0] for rates in rates_of(800, "--skip_rate", "random:0.5", "--skip_warmup_steps", "400")]
+    assert max(drawn[:80]) == 0 and max(drawn[:240]) == pytest.approx(0.2) and max(drawn[400:]) == 0.5
+    assert len(set(drawn)) == 6
+
+
+def test_random_skip_rates_take_each_value_of_their_grid_equally_often_and_depend_on_seed_and_step_alone():
+    drawn = [rates[0] for rates in rates_of(600, "--skip_rate", "random:0.5")]
+    values, counts = np.unique(np.round(drawn, 9), return_counts=True)
+    assert values.tolist() == [0, 0.1, 0.2, 0.3, 0.4, 0.5] and set(counts) == {100}
+    assert drawn == [rates[0] for rates in rates_of(600, "--skip_rate", "random:0.5")]
+    assert drawn[:12] != [rates[0] for rates in rates_of(12, "--skip_rate", "random:0.5", "--seed", "2")]
 
 
 # ---- learning -------------------------------------------------------------------------------------------------------
@@ -130,7 +155,8 @@ def test_gradient_accumulation_changes_nothing(optimizer, tolerance, python_text
     logs = []
     for size in (8, 2, 1):
         out = tmp_path / str(size)
-        run("--data", python_text, "--out_dir", out, "--steps", 10, "--micro_batch", size, "--optimizer", optimizer)
+        run("--data", python_text, "--out_dir", out, "--steps", 10, "--micro_batch", size, "--optimizer", optimizer,
+            "--skip_rate", 0)               # a top share is one of the micro-batch, so skipping does depend on its size
         logs.append(log_of(out, "loss") + log_of(out, "grad_norm"))
     assert np.allclose(logs[0], logs[1], rtol=tolerance, atol=0) and np.allclose(logs[0], logs[2], rtol=tolerance, atol=0)
 
@@ -144,13 +170,13 @@ def test_training_goes_through_more_epochs_than_one_on_a_text_of_three_blocks(tm
     write_shard(tmp_path / "data" / "train.bin", ids[:97])
     write_shard(tmp_path / "data" / "val.bin", ids[-33:])
     (tmp_path / "data" / "meta.json").write_text(json.dumps({"encoding": "bytes", "vocab_size": 257, "end_of_text": 256}))
-    run("--data", tmp_path / "data", "--out_dir", tmp_path / "out", "--steps", 30)
+    run("--data", tmp_path / "data", "--out_dir", tmp_path / "out", "--steps", 60)
     losses = log_of(tmp_path / "out", "loss")
-    assert len(losses) == 30 and losses[-1] < 1.0
+    assert len(losses) == 60 and losses[-1] < 1.0
 
 
 def test_the_log_begins_with_all_that_is_needed_to_run_again(python_text, tmp_path):
-    run("--data", python_text, "--out_dir", tmp_path, "--steps", 2, "--optimizer", "adamw")
+    run("--data", python_text, "--out_dir", tmp_path, "--steps", 2, "--optimizer", "adamw", "--skip_rate", 0)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert {"command", "versions", "config", "train", "device", "parameters"} <= set(lines[0])
     assert lines[0]["config"]["alpha_scale"] == 0.7 and lines[0]["train"]["steps"] == 2
@@ -165,6 +191,135 @@ def test_a_run_ends_with_its_figures_a_sample_and_the_next_commands(python_text,
     for text in ("parameters", "FLOPs a token", "validation loss", "bits per byte", "python sample.py", "--resume --steps 6"):
         assert text in printed.out
     assert "loss" in printed.err and "tokens/s" in printed.err          # the bar
+
+
+# ---- depth ----------------------------------------------------------------------------------------------------------
+
+SMALL = ["--n_layer", 4, "--n_embd", 48, "--block_size", 64, "--batch_tokens", 1024, "--micro_batch", 16, "--eval_every", 10**6,
+         "--eval_blocks", 64]
+
+
+def dial_of(out_dir):
+    return log_of(out_dir, "dial")
+
+
+@pytest.fixture(scope="module")
+def quarter(python_text, tmp_path_factory):
+    """A run that skips a quarter, and its control that skips a random quarter, at equal FLOPs."""
+    folder = tmp_path_factory.mktemp("quarter")
+    for choose in ("modulator", "random"):
+        run("--data", python_text, "--out_dir", folder / choose, *SMALL, "--skip_rate", 0.25, "--flop_budget", 1.0e11,
+            "--choose", choose, "--skip_rates", "0,0.25,0.5")
+    return folder
+
+
+def test_choosing_by_the_modulator_beats_random_choice_at_equal_flops(quarter):
+    by_modulator, at_random = (log_of(quarter / choose, "val_loss")[-1] for choose in ("modulator", "random"))
+    assert by_modulator < at_random - 0.05
+
+
+def test_a_flop_budget_is_spent_and_no_more_than_a_step_beyond(quarter):
+    flops = log_of(quarter / "modulator", "flops")
+    assert flops[-2] < 1.0e11 <= flops[-1]
+    model = train.model_from(read_checkpoint(quarter / "modulator" / "ckpt.pt"))
+    assert flops[0] == pytest.approx(3 * 1024 * model.flops_per_token([0.75] * 8))
+    factors = log_of(quarter / "modulator", "lr_factor")
+    assert max(factors) > 0.85 and factors[-1] < 0.12
+
+
+def test_thresholds_lose_at_most_a_hundredth_of_a_nat_against_the_choice_of_training(quarter):
+    found = evaluator_of(quarter / "modulator")
+    by_cuts, by_top = found(found.depth([0.25] * 8)), found(train.TopShare([0.25] * 8))
+    print(f"loss by thresholds {by_cuts['val_loss']:.4f}, by top share {by_top['val_loss']:.4f}")
+    assert abs(by_cuts["val_loss"] - by_top["val_loss"]) < 0.01
+
+
+def evaluator_of(out_dir):
+    """The evaluator of a finished run, as --eval_only makes it."""
+    args = train.parse_args(["--eval_only", "--out_dir", str(out_dir)])
+    origin = train.settle_flags(args)
+    blocks = train.open_data(args, origin["meta"])[:2]
+    import contextlib
+    return train.Evaluator(train.model_from(origin), args, *blocks, None, contextlib.nullcontext)
+
+
+def test_held_out_text_keeps_the_share_that_was_asked_for(quarter):
+    for row in dial_of(quarter / "modulator"):
+        assert row["layers_run"] == pytest.approx(1 - row["skip_rate"], abs=0.03)
+    assert [row["skip_rate"] for row in dial_of(quarter / "modulator")] == [0, 0.25, 0.5]
+
+
+def test_eval_only_prints_and_logs_a_table_and_changes_no_weight(quarter, capsys):
+    out_dir, rows = quarter / "modulator", len(dial_of(quarter / "modulator"))
+    before = (out_dir / "ckpt.pt").read_bytes()
+    for flags in ([], ["--choose", "random"], ["--choose", "static"], ["--allocation", "global"]):
+        train.main(["--eval_only", "--out_dir", str(out_dir), "--skip_rates", "0,0.25", *flags])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 12 and "validation loss" in lines[0]
+    added = dial_of(out_dir)[rows:]
+    assert [row["choose"] for row in added] == ["modulator"] * 2 + ["random"] * 2 + ["static"] * 2 + ["modulator"] * 2
+    assert len({row["val_loss"] for row in added if row["skip_rate"] == 0}) == 1
+    modulator, at_random, static = (added[i]["val_loss"] for i in (1, 3, 5))
+    assert modulator < at_random and modulator < static
+    assert added[5]["kept"].count(None) == 2 and added[3]["layers_run"] == 0.75
+    assert added[1]["flops_share"] == pytest.approx(added[3]["flops_share"], abs=0.02) and added[5]["flops_share"] < 0.8
+    assert (out_dir / "ckpt.pt").read_bytes() == before
+
+
+def test_a_prenorm_checkpoint_can_drop_whole_layers_only(python_text, tmp_path, capsys):
+    run("--data", python_text, "--out_dir", tmp_path, "--steps", 2, "--residual", "prenorm")
+    train.main(["--eval_only", "--out_dir", str(tmp_path), "--choose", "static", "--skip_rates", "0,0.25"])
+    assert dial_of(tmp_path)[-1]["kept"].count(None) == 1
+    assert "--choose static" in fails(train.main, ["--eval_only", "--out_dir", tmp_path, "--skip_rates", "0.25"], capsys)
+
+
+def test_evaluations_log_share_gain_and_angle_of_each_layer(quarter):
+    for key in ("kept", "gain", "angle"):
+        layers = log_of(quarter / "modulator", key)[-1]
+        assert len(layers) == 8 and all(0 < value < 2 for value in layers)
+    gains, angles = (log_of(quarter / "modulator", key)[-1] for key in ("gain", "angle"))
+    assert all(angle <= math.atan(gain) + 1e-6 for gain, angle in zip(gains, angles))      # atan is concave
+
+
+def test_a_layer_that_hardly_runs_is_named(python_text, tmp_path, capsys):
+    run("--data", python_text, "--out_dir", tmp_path, "--steps", 2, "--skip_rate", "0,0.995,0,0")
+    assert "layer 1 runs for" in capsys.readouterr().out
+
+
+def test_global_allocation_gives_layers_their_own_rates_and_resumes_with_them(python_text, tmp_path):
+    flags = ["--data", python_text, "--skip_rate", 0.3, "--allocation", "global", "--eval_every", 4]
+    run(*flags, "--out_dir", tmp_path / "whole", "--steps", 12)
+    kept = log_of(tmp_path / "whole", "kept")[-1]
+    assert max(kept) - min(kept) > 0.02 and sum(kept) / 4 == pytest.approx(0.7, abs=0.1)
+    interrupted_after(8, *flags, "--out_dir", tmp_path / "parts", "--steps", 12)
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def interrupted_after(steps, *flags):
+    """A run whose process is asked to stop after some steps, and its continuation."""
+    real, count = train.learning_rate_factor, []
+
+    def counting(*args):
+        count.append(1)
+        if len(count) == steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+    train.learning_rate_factor = counting
+    try:
+        run(*flags)
+    finally:
+        train.learning_rate_factor = real
+    run(*flags, "--resume")
+
+
+@pytest.mark.parametrize("flags", [["--skip_rate", 0.5, "--skip_warmup_steps", 16], ["--skip_rate", "random:0.5"],
+                                   ["--choose", "random", "--skip_rate", 0.25], ["--flop_budget", 1.4e9]])
+def test_a_run_interrupted_while_it_skips_goes_on_to_the_last_bit(flags, python_text, tmp_path):
+    flags = ["--data", python_text, *flags] + ([] if "--flop_budget" in flags else ["--steps", 20])
+    run(*flags, "--out_dir", tmp_path / "whole")
+    interrupted_after(7, *flags, "--out_dir", tmp_path / "parts")
+    assert_same_run(tmp_path / "parts", tmp_path / "whole")
+    assert len(log_of(tmp_path / "whole", "step")) > 15
 
 
 # ---- interruptions --------------------------------------------------------------------------------------------------
@@ -201,13 +356,13 @@ def train_leaves(checkpoint):
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_a_run_killed_by_sigkill_goes_on_to_the_last_bit(optimizer, python_text, tmp_path):
-    flags = ["--data", python_text, "--steps", 400, "--eval_every", 20, "--dropout", 0.1, "--optimizer", optimizer]
+    flags = ["--data", python_text, "--steps", 120, "--eval_every", 20, "--dropout", 0.1, "--optimizer", optimizer]
     process = start(*flags, "--out_dir", tmp_path / "killed")
     wait_for_step(tmp_path / "killed", 30, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     killed_at = read_checkpoint(tmp_path / "killed" / "ckpt.pt")["step"]
-    assert 20 <= killed_at < 400
+    assert 20 <= killed_at < 120
     train.main(["--resume", "--out_dir", str(tmp_path / "killed")])             # every other flag is the run's own
     run(*flags, "--out_dir", tmp_path / "whole")
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
@@ -235,7 +390,7 @@ def test_resume_starts_where_there_is_nothing_ends_where_all_is_done_and_goes_on
     run(*flags, "--steps", 3)
     assert read_checkpoint(tmp_path / "ckpt.pt")["step"] == 3
     run(*flags)
-    assert "all 3 of --steps 3 are done" in capsys.readouterr().out
+    assert "all of the run's 3 steps are done" in capsys.readouterr().out
     run(*flags, "--steps", 5)
     assert read_checkpoint(tmp_path / "ckpt.pt")["step"] == 5
     assert log_of(tmp_path, "step") == [1, 2, 3, 4, 5]
@@ -269,7 +424,11 @@ def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(python_t
     (["--warmup_steps", 9, "--steps", 5], "--warmup_steps 9"), (["--batch_tokens", 100], "128"), (["--dropout", 1], "--dropout"),
     (["--min_lr", 2], "--min_lr"), (["--device", "gpu"], "cpu"), (["--device", "cuda:99"], "--device cuda:99"),
     (["--dtype", "float16"], "float16"), (["--out_dir", "/proc/x"], "/proc/x"), (["--init_from", "/nonexistent.pt"], "/nonexistent.pt"),
-    (["--init_from", "x", "--resume"], "--init_from"), (["--residual", "post"], "post"), (["--block_size", 10**7,
+    (["--init_from", "x", "--resume"], "--init_from"), (["--skip_rate", 1], "'1'"), (["--skip_rate", -0.1], "-0.1"),
+    (["--skip_rate", "0.1,0.2"], "2 numbers"), (["--skip_rate", "0.1,,0.2,0.3"], "''"), (["--skip_rate", "random:"], "''"),
+    (["--skip_rate", "random:0.1,0.2"], "random:"), (["--skip_rate", 0.25, "--residual", "prenorm"], "--skip_rate 0.25"),
+    (["--choose", "static"], "--choose static"), (["--choose", "random", "--residual", "prenorm"], "--choose random"),
+    (["--flop_budget", 1e9], "--steps"), (["--eval_only"], "ckpt.pt"), (["--eval_only", "--skip_rates", "0,1"], "'1'"), (["--residual", "post"], "post"), (["--block_size", 10**7,
      "--micro_batch", 1, "--batch_tokens", 10**7], "--block_size")])
 def test_a_mistake_is_answered_in_one_line(flags, named, python_text, tmp_path, capsys):
     base = [*TINY, "--data", python_text, "--out_dir", tmp_path / "out", "--steps", 1]
