@@ -49,7 +49,10 @@ def parse_args(argv=None):
                        help="draw it, layers × tokens (needs matplotlib)")
     system = parser.add_argument_group("system")
     system.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.interactive and (args.depth_json or args.depth_png):
+        parser.error("--interactive: has no end at which a depth file could be written; use --prompt or --show_depth")
+    return args
 
 
 if __name__ == "__main__":      # answer --help and mistakes in flags before the seconds that importing torch takes
@@ -94,7 +97,14 @@ def spelled(tokens: list[int], encoding) -> list[str]:
     """What each token adds to the text: characters appear with the token that completes them."""
     characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
     texts = [characters.decode(encoding.decode([token])) for token in tokens]
-    return texts[:-1] + [texts[-1] + characters.decode(b"", final=True)]
+    if texts:
+        texts[-1] += characters.decode(b"", final=True)
+    return texts
+
+
+def printable(text: str) -> str:
+    """The text with a sign in place of each character that would not show, or would command the terminal."""
+    return "".join(c if c.isprintable() else " " if c == "\t" else "⏎" if c == "\n" else "�" for c in text)
 
 
 def depth_picture(texts: list[str], depth: DepthMap, in_colour: bool) -> str:
@@ -108,7 +118,7 @@ def depth_picture(texts: list[str], depth: DepthMap, in_colour: bool) -> str:
     for i, text in enumerate(texts):
         level = counts[i] / n if i < len(counts) else None
         for part in text.splitlines(keepends=True):
-            visible = "".join(c if c.isprintable() else " " if c == "\t" else "�" for c in part.rstrip("\r\n"))
+            visible = printable(part.rstrip("\r\n"))
             colour = None if level is None else COLOURS[round(level * (len(COLOURS) - 1))]
             lines[-1] += f"\x1b[48;5;{colour};38;5;231m{visible}\x1b[0m" if in_colour and level is not None and visible else visible
             under[-1] += (" " if level is None else str(round(level * 9))) * len(visible)
@@ -119,7 +129,7 @@ def depth_picture(texts: list[str], depth: DepthMap, in_colour: bool) -> str:
         legend = "".join(f"\x1b[48;5;{colour};38;5;231m {round(i * n / (len(COLOURS) - 1))} \x1b[0m"
                          for i, colour in enumerate(COLOURS))
     else:
-        lines = [line for pair in zip(lines, under) for line in pair if line.strip()]
+        lines = [part for line, digits in zip(lines, under) for part in ((line, digits) if digits.strip() else (line,))]
         legend = f"0 for none to 9 for all of the {n}"
     mean = sum(counts) / max(1, len(counts))
     picture = "\n".join(lines) + f"\n\nlayers run: {legend}; {mean:.1f} of {n} a token on average. Share of the tokens, by layer:\n"
@@ -147,9 +157,9 @@ def draw_depth(path: Path, maps: list[DepthMap], texts: list[list[str]]):
         axes.imshow(list(zip(*depth.ran)), aspect="auto", origin="lower", interpolation="nearest", cmap="Blues", vmin=0, vmax=1)
         axes.set_ylabel("layer")
         if longest <= 320:
-            axes.set_xticks(range(len(depth.ran)), [t.replace("\n", "⏎").replace("$", r"\$") for t in text[:len(depth.ran)]], fontsize=6)
+            axes.set_xticks(range(len(depth.ran)), [printable(t).replace("$", r"\$") for t in text[:len(depth.ran)]], fontsize=6)
     axes.set_xlabel("token (dark: the layer ran for it)")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

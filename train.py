@@ -422,8 +422,11 @@ class Log:
                     kept.append(line)
             except ValueError:      # the last line of a killed run may be cut short
                 break
-        path.write_text("".join(line + "\n" for line in kept))
-        self.file = path.open("a")
+        try:
+            path.write_text("".join(line + "\n" for line in kept))
+            self.file = path.open("a")
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror}); make room or choose another folder") from error
 
     def write(self, **entry):
         self.file.write(json.dumps(entry) + "\n")
@@ -448,7 +451,7 @@ def check_out_dir(args):
 def take_flags(args, stored: dict, fixed: tuple, why: str):
     """Take the flags in `stored` over, but for those that were given; refuse another value for those in `fixed`."""
     clashes = [f"--{flag} {stored[flag]} there, {getattr(args, flag)} asked for" for flag in fixed
-               if flag in args.given and getattr(args, flag) != stored[flag]]
+               if flag in args.given and flag in stored and getattr(args, flag) != stored[flag]]
     if clashes:
         raise UserError(f"{why}: {'; '.join(clashes)}; leave the flag out, or start another run")
     for flag, value in stored.items():
@@ -462,7 +465,7 @@ def settle_flags(args) -> dict | None:
     if args.eval_only or args.resume and path.exists():
         path = args.init_from or path
         origin = read_checkpoint(path)
-        for entry in ("optimizer", "step", "flops", "train"):
+        for entry in ("train",) if args.eval_only else ("train", "optimizer", "step", "flops"):
             if entry not in origin:
                 raise UserError(f"{path}: has no {entry!r} entry, so the run cannot go on; sample from it, or start anew "
                                 f"from its weights with --init_from {path} --out_dir another")

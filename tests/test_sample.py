@@ -128,6 +128,10 @@ def test_the_picture_has_a_digit_under_each_character_a_legend_and_a_bar_for_eac
     assert [line.split()[1] for line in lines[-7:-1]] == ["attention", "MLP"] * 3
 
 
+def test_a_text_of_nothing_has_an_empty_picture(checkpoint, capsys):
+    assert "of 6 a token" in written(capsys, checkpoint, "--max_new_tokens", 0, "--show_depth")
+
+
 def test_a_terminal_gets_colours_unless_it_asks_not_to(checkpoint, capsys, monkeypatch):
     import _pytest.capture
     monkeypatch.setattr(_pytest.capture.CaptureIO, "isatty", lambda self: True, raising=False)
@@ -157,11 +161,14 @@ def test_a_heat_map_is_drawn_or_the_missing_package_named(checkpoint, tmp_path, 
 
 
 @pytest.mark.parametrize("change, flags, named", [
-    ("no table", ["--skip_rate", 0.5], "no threshold table"), ("prenorm", ["--skip_rate", 0.5], "pre-norm"),
+    ("no table", ["--skip_rate", 0.5], "no threshold table"), ("no entry", ["--skip_rate", 0.5], "no threshold table"), ("prenorm", ["--skip_rate", 0.5], "pre-norm"),
     ("prenorm", ["--depth_budget", 3], "pre-norm")])
 def test_a_checkpoint_that_cannot_skip_says_so(change, flags, named, tmp_path, capsys):
     residual = "prenorm" if change == "prenorm" else "nag"
-    save_checkpoint(tmp_path / "ckpt.pt", tiny_model(dtype=torch.float32, vocab_size=257, residual=residual), META)
+    model = tiny_model(dtype=torch.float32, vocab_size=257, residual=residual)
+    if change == "no entry":                # as if another program had written the weights
+        model.state_dict = lambda: {name: parameter.detach() for name, parameter in model.named_parameters()}
+    save_checkpoint(tmp_path / "ckpt.pt", model, META)
     assert named in fails(sample.main, ["--checkpoint", tmp_path / "ckpt.pt", *flags], capsys)
     sample.main(["--checkpoint", str(tmp_path / "ckpt.pt"), "--max_new_tokens", "3", "--skip_rate", "0"])
 
@@ -174,7 +181,7 @@ def test_a_checkpoint_that_cannot_skip_says_so(change, flags, named, tmp_path, c
     (["--device", "gpu"], "--device gpu"), (["--skip_rate", "1"], "'1'"), (["--skip_rate", "1.1"], "1.1"),
     (["--skip_rate", "-0.1"], "-0.1"), (["--skip_rate", "0.1,0.2"], "2 numbers"), (["--skip_rate", "0.1, ,0.2"], "' '"),
     (["--depth_budget", "0"], "--depth_budget"), (["--depth_budget", "6.5"], "at most 6"),
-    (["--depth_budget", "3", "--skip_rate", "0.5"], "--skip_rate"), (["--depth_json", "/proc/x/y"], "/proc/x/y"), (["--seed", "x"], "--seed"), (["--tempreature", "1"], "--tempreature")])
+    (["--depth_budget", "3", "--skip_rate", "0.5"], "--skip_rate"), (["--interactive", "--depth_json", "x"], "--interactive"), (["--depth_json", "/proc/x/y"], "/proc/x/y"), (["--seed", "x"], "--seed"), (["--tempreature", "1"], "--tempreature")])
 def test_a_mistake_is_answered_in_one_line(flags, named, checkpoint, capsys):
     assert named in fails(sample.main, ["--checkpoint", checkpoint, *flags], capsys)
 
