@@ -17,6 +17,8 @@ Norm-Agnostic Residual Networks" (arXiv 2606.16112); its equation numbers stand 
 """
 
 import bisect
+import copy
+import errno
 import hashlib
 import itertools
 import math
@@ -201,7 +203,7 @@ def rotary(positions, head_size: int, dtype):
     return angles.cos(), angles.sin()
 
 
-def rotate(x, cos, sin) -> torch.Tensor:
+def apply_rotary(x, cos, sin) -> torch.Tensor:
     """Turn the feature pairs (i, i + hd/2) of (B, H, T, hd) by their position's angles."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
@@ -267,8 +269,7 @@ class KVCache:
     @staticmethod
     def join(caches: Sequence["KVCache"]) -> "KVCache":
         """One cache for the sequences of several, in their order."""
-        joined = object.__new__(KVCache)
-        joined.window = caches[0].window
+        joined = copy.copy(caches[0])
         joined.keys = torch.cat([cache.keys for cache in caches], dim=1)
         joined.values = torch.cat([cache.values for cache in caches], dim=1)
         joined.lengths = [length for cache in caches for length in cache.lengths]
@@ -290,7 +291,7 @@ class Attention(nn.Module):
         """x: (B, T, d) -> (B, T, d), or (k, d) for the k `rows` alone."""
         B, T, d = x.shape
         k, v = self.key_value(x).view(B, T, 2 * self.n_head, -1).transpose(1, 2).chunk(2, dim=1)     # (B, H, T, hd)
-        k = rotate(k, context.cos, context.sin)
+        k = apply_rotary(k, context.cos, context.sin)
         if context.cache is not None:
             k, v = context.cache.extend(self.block, k, v)                                        # (B, H, S, hd)
         q = self.query(take_rows(x, rows))
@@ -298,7 +299,7 @@ class Attention(nn.Module):
             return self.output(q)                               # (0, d): decoding, and all skip: no scores to compute
         if rows is not None:
             q = put_rows(q, rows, torch.zeros_like(x, dtype=q.dtype))                            # (B, T, d)
-        q = rotate(q.view(B, T, self.n_head, -1).transpose(1, 2), context.cos, context.sin)      # (B, H, T, hd)
+        q = apply_rotary(q.view(B, T, self.n_head, -1).transpose(1, 2), context.cos, context.sin)      # (B, H, T, hd)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask, is_causal=context.mask is None,
                                            dropout_p=self.dropout if self.training else 0.0)     # (B, H, T, hd)
         return self.output(take_rows(y.transpose(1, 2).reshape(B, T, d), rows))
@@ -435,9 +436,9 @@ class AboveCut(Depth):
 class MeasureCuts(TopShare):
     """A top share that notes where it cut: half-way between the last score that was kept and the first that was not."""
 
-    def __init__(self, rate: float, n_layers: int):
-        super().__init__([rate] * n_layers)
-        self.cuts = [0.0] * n_layers
+    def __init__(self, rates: Sequence[float]):
+        super().__init__(rates)
+        self.cuts = [0.0] * len(self.rates)
 
     def rows(self, layer: int, score):
         ordered, k = score.flatten().sort(descending=True).values, kept_count(self.rates[layer], score.numel())
@@ -455,7 +456,7 @@ class StaticDrop(Depth):
         return layer in self.layers
 
 
-def skip_rates(rate, n_layers: int) -> list[float]:
+def layer_rates(rate, n_layers: int) -> list[float]:
     """One rate a layer from one number for all, or from a list of them. ModelError outside of [0, 1) or of L entries."""
     rates = [float(x) for x in rate] if isinstance(rate, (list, tuple)) else [float(rate)] * n_layers
     if len(rates) != n_layers:
@@ -504,7 +505,8 @@ class NAGTransformer(nn.Module):
             n_rates, n_layers = len(self.RATES), len(self.layers)
             self.register_buffer("quantiles", torch.full((n_rates, n_layers), torch.nan))   # cuts at RATES; not yet known
             self.register_buffer("gains", torch.full((n_layers,), torch.nan))               # |α| when they were measured
-            self.register_buffer("default_rates", torch.zeros(n_layers))                    # that sampling skips at
+            self.register_buffer("default_rates", torch.zeros(n_layers))                    # that sampling skips at,
+            self.register_buffer("default_cuts", torch.full((n_layers,), torch.nan))        # and its own thresholds
         else:
             self.final_norm = nn.RMSNorm(config.n_embd, eps=1e-6)
         self.init_weights()
@@ -614,20 +616,35 @@ class NAGTransformer(nn.Module):
     # The dial: one checkpoint, any depth
 
     @torch.no_grad()
-    def measure_cuts(self, tokens):
+    def measured_cuts(self, tokens, rates: Sequence[float]) -> list[float]:
+        """The cuts at which a forward pass of tokens (B, T) skips at these rates, one a layer."""
+        measure = MeasureCuts(rates)
+        self.run_layers(tokens, measure)
+        return measure.cuts
+
+    @torch.no_grad()
+    def measure_table(self, tokens):
         """Fill the table of thresholds from tokens (B, T): for each of RATES, the cuts of a forward pass at that rate."""
         self.gains.copy_(torch.cat([layer.alpha.abs() for layer in self.layers]))
         for i, rate in enumerate(self.RATES):
-            measure = MeasureCuts(rate, len(self.layers))
-            self.run_layers(tokens, measure)
-            self.quantiles[i] = torch.tensor(measure.cuts)
+            self.quantiles[i] = torch.tensor(self.measured_cuts(tokens, [rate] * len(self.layers)))
+
+    @torch.no_grad()
+    def set_default_depth(self, tokens, rates: Sequence[float]):
+        """Make `rates`, one a layer, those that `cuts_for` takes unless told otherwise; their cuts come from tokens."""
+        self.default_rates.copy_(torch.tensor(rates))
+        self.default_cuts.copy_(torch.tensor(self.measured_cuts(tokens, rates)))
+
+    def can_skip(self) -> bool:
+        """Whether it has a threshold table."""
+        return self.config.residual == "nag" and not self.quantiles.isnan().any()
 
     def table(self) -> list[list[float]]:
         """For each layer its cuts at RATES. ModelError where there are none."""
         if self.config.residual != "nag":
             raise ModelError("skip rate: a pre-norm model has no modulator to skip by; it can only drop whole layers "
                              "(train.py --eval_only --choose static)")
-        if self.quantiles.isnan().any():
+        if not self.can_skip():
             raise ModelError("skip rate: the checkpoint has no threshold table, so it runs at full depth only (skip rate "
                              "0); train.py writes the table at each evaluation")
         return self.quantiles.T.tolist()
@@ -651,7 +668,12 @@ class NAGTransformer(nn.Module):
         depth_budget: the same said as layers a token, of 2·n_layer.  allocation: "per_layer", each layer skips at the
         rate; "global", layers skip by their gain.  Returns None where nothing is skipped.
         Raises ModelError for what is outside of its range, both at once, and a model that cannot skip.
+
+        A row of the table was measured with all layers at one rate. For unequal rates, other than those of training,
+        each layer reads the row of its own rate, so the share it keeps can be off by a few percent.
         """
+        if allocation not in ("per_layer", "global"):
+            raise ModelError(f"allocation {allocation!r}: expected per_layer or global")
         n_layers = len(self.layers)
         if skip_rate is not None and depth_budget is not None:
             raise ModelError("skip rate and depth budget: the same thing twice; give one of them")
@@ -659,13 +681,14 @@ class NAGTransformer(nn.Module):
             skip_rate = rate_from_depth(depth_budget, n_layers)
         if skip_rate is None:
             skip_rate = self.default_rates.tolist() if self.config.residual == "nag" else 0.0
-        rates = skip_rates(skip_rate, n_layers)
+        rates = layer_rates(skip_rate, n_layers)
         if not any(rates):
             return None
-        if allocation == "global":
-            rates = self.global_rates(sum(rates) / n_layers)
-        return AboveCut([interpolate(rate, self.RATES, cuts) if rate else -math.inf
-                         for rate, cuts in zip(rates, self.table())])
+        if allocation == "global" and len(set(rates)) == 1:             # unequal rates are an allocation already
+            rates = self.global_rates(rates[0])
+        table, own = self.table(), torch.equal(torch.tensor(rates), self.default_rates.cpu())
+        cuts = self.default_cuts.tolist() if own else [interpolate(rate, self.RATES, cuts) for rate, cuts in zip(rates, table)]
+        return AboveCut([cut if rate else -math.inf for rate, cut in zip(rates, cuts)])
 
     # -----------------------------------------------------------------------------------------------------------------
     # Training
@@ -711,10 +734,10 @@ class NAGTransformer(nn.Module):
     def num_params(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def flops_per_token(self, kept: Sequence[float | None] | None = None, context: int | None = None) -> float:
+    def flops_per_token(self, kept_share: Sequence[float | None] | None = None, context: int | None = None) -> float:
         """FLOPs executed for one token's forward pass, on average; training takes 3 times as many.
 
-        kept: the share of the tokens that each layer runs for; None for a layer that is left out whole. Default: all.
+        kept_share: of the tokens, for each layer; None for a layer that is left out whole. Default: all.
         context: tokens of the text, default block_size.
 
         Counted are matrix products, a multiply-add as 2, and attention's scores and values over the whole square of
@@ -724,7 +747,7 @@ class NAGTransformer(nn.Module):
         d, T = self.config.n_embd, context or self.config.block_size
         modulator = 2 * self.config.n_directions * d if self.config.residual == "nag" else 0
         total = 2 * d * self.config.padded_vocab_size
-        for l, share in enumerate(kept or [1] * len(self.layers)):
+        for l, share in enumerate(kept_share or [1] * len(self.layers)):
             if share is not None:
                 total += modulator + (4 * d**2 + 4 * d * T + share * 4 * d**2 if l % 2 == 0 else share * 16 * d**2)
         return total
@@ -839,6 +862,8 @@ def save_checkpoint(path: Path, model: NAGTransformer, meta: dict, **entries):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except RuntimeError as error:       # torch's writer turns a failed write, such as on a full disk, into this
+        raise OSError(errno.EIO, "a write failed; is the disk full?") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -881,14 +906,14 @@ def choose_device(name: str = "auto") -> torch.device:
     return torch.device(wanted)
 
 
-def model_from(checkpoint: dict, device="cpu") -> NAGTransformer:
-    """The model in a checkpoint that `read_checkpoint` returned."""
+def model_from(checkpoint: dict, device="cpu", path="checkpoint") -> NAGTransformer:
+    """The model in a checkpoint that `read_checkpoint` returned; `path` is for the message of a ModelError."""
     try:
         model = NAGTransformer(Config(**checkpoint["config"])).to(device)
         tables = {name: buffer for name, buffer in model.named_buffers()}       # may be missing: then it cannot skip
         model.load_state_dict(tables | checkpoint["model"])
     except (TypeError, RuntimeError) as error:
-        raise ModelError(f"checkpoint: its config and weights do not fit this model.py ({error})") from error
+        raise ModelError(f"{path}: its config and weights do not fit this model.py ({error})") from error
     return model
 
 
@@ -898,4 +923,4 @@ def load_checkpoint(path: Path, device="cpu") -> tuple[NAGTransformer, dict]:
     Raises ModelError as `read_checkpoint` does.
     """
     checkpoint = read_checkpoint(path)
-    return model_from(checkpoint, device).eval(), checkpoint["meta"]
+    return model_from(checkpoint, device, path).eval(), checkpoint["meta"]

@@ -93,12 +93,19 @@ positive_int = number_type(int, lambda value: value >= 1, "a whole number of at 
 non_negative_int = number_type(int, lambda value: value >= 0, "a whole number of at least 0")
 positive_float = number_type(float, lambda value: 0 < value < math.inf, "a finite number above 0")
 non_negative_float = number_type(float, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
+seed_number = number_type(int, lambda value: 0 <= value < 2**63, "a whole number of at least 0 and below 2^63")
 skip_rate = number_type(float, lambda value: 0 <= value < 1, "a skip rate of at least 0 and below 1; try 0.25")
 
 
 def skip_rates(text: str) -> list[float]:
     """A type for argparse: skip rates with commas between them."""
     return [skip_rate(part) for part in text.split(",")]
+
+
+def forgive_output():
+    """Let a terminal or file whose encoding lacks a character show a sign in its place, rather than end the program."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def say(text: str):

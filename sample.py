@@ -13,8 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from prepare_data import (Parser, UserError, encoding_from_meta, exit_on_user_error, non_negative_float,
-                          non_negative_int, number_type, positive_float, positive_int, skip_rates)
+from prepare_data import (Parser, UserError, encoding_from_meta, exit_on_user_error, forgive_output, non_negative_float,
+                          non_negative_int, number_type, positive_float, positive_int, seed_number, skip_rates)
 
 share = number_type(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 
@@ -34,7 +34,7 @@ def parse_args(argv=None):
     choice.add_argument("--top_k", type=positive_int, default=None, help="draw among the k likeliest; None: all")
     choice.add_argument("--top_p", type=share, default=None,
                         help="draw among the likeliest that together hold this probability; None: all")
-    choice.add_argument("--seed", type=non_negative_int, default=1, help="of the random draws")
+    choice.add_argument("--seed", type=seed_number, default=1, help="of the random draws")
     depth = parser.add_argument_group("depth")
     dial = depth.add_mutually_exclusive_group()
     dial.add_argument("--skip_rate", type=skip_rates, default=None, metavar="S|S,S,…",
@@ -56,6 +56,7 @@ def parse_args(argv=None):
 
 
 if __name__ == "__main__":      # answer --help and mistakes in flags before the seconds that importing torch takes
+    forgive_output()
     parse_args()
 
 from model import ModelError, choose_device, load_checkpoint
@@ -79,6 +80,12 @@ class DepthMap:
             self.ran += [[False] * self.n_layers for _ in range(T)]
         for row in range(T) if rows is None else rows.tolist():
             self.ran[row - T][layer] = True
+
+    def without(self, n: int) -> "DepthMap":
+        """The map without its first n tokens."""
+        rest = DepthMap(self.n_layers)
+        rest.ran = self.ran[n:]
+        return rest
 
     def layers_run(self) -> list[int]:
         """For each token, how many layers it ran."""
@@ -107,13 +114,13 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c == "\t" else "⏎" if c == "\n" else "�" for c in text)
 
 
-def depth_picture(texts: list[str], depth: DepthMap, in_colour: bool) -> str:
+def depth_picture(texts: list[str], seen: DepthMap, in_colour: bool) -> str:
     """The text with each token's layers, a legend, and a bar for each layer.
 
     texts: of each token. The last token of a text has not been run (nothing was written after it) and stays unmarked.
     In colour the letters have a background; else under each line stands one of digits, 9 for all layers.
     """
-    n, counts = depth.n_layers, depth.layers_run()
+    n, counts = seen.n_layers, seen.layers_run()
     lines, under = [""], [""]
     for i, text in enumerate(texts):
         level = counts[i] / n if i < len(counts) else None
@@ -133,16 +140,16 @@ def depth_picture(texts: list[str], depth: DepthMap, in_colour: bool) -> str:
         legend = f"0 for none to 9 for all of the {n}"
     mean = sum(counts) / max(1, len(counts))
     picture = "\n".join(lines) + f"\n\nlayers run: {legend}; {mean:.1f} of {n} a token on average. Share of the tokens, by layer:\n"
-    for layer, ran in enumerate(depth.shares()):
+    for layer, ran in enumerate(seen.shares()):
         kind = "attention" if layer % 2 == 0 else "MLP"
         picture += f"{layer:4d} {kind:9} {'█' * round(30 * ran):30} {ran:4.0%}\n"
     return picture
 
 
-def depth_entry(tokens: list[int], texts: list[str], depth: DepthMap) -> dict:
+def depth_entry(tokens: list[int], texts: list[str], seen: DepthMap) -> dict:
     """The map for a program: tokens, their texts, and for each that was run its layers as 0 or 1."""
-    return {"n_layers": depth.n_layers, "tokens": tokens, "texts": texts, "layers_run": depth.layers_run(),
-            "ran": [[int(x) for x in layers] for layers in depth.ran], "share_by_layer": depth.shares()}
+    return {"n_layers": seen.n_layers, "tokens": tokens, "texts": texts, "layers_run": seen.layers_run(),
+            "ran": [[int(x) for x in layers] for layers in seen.ran], "share_by_layer": seen.shares()}
 
 
 def draw_depth(path: Path, maps: list[DepthMap], texts: list[list[str]]):
@@ -151,13 +158,13 @@ def draw_depth(path: Path, maps: list[DepthMap], texts: list[list[str]]):
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError(f"--depth_png {path}: needs matplotlib; pip install matplotlib") from error
-    longest = max(len(depth.ran) for depth in maps)
+    longest = max(len(seen.ran) for seen in maps)
     figure = Figure(figsize=(min(40, 2 + longest * 0.12), 1 + len(maps) * (1 + maps[0].n_layers * 0.14)), layout="constrained")
-    for axes, depth, text in zip(figure.subplots(len(maps), 1, squeeze=False)[:, 0], maps, texts):
-        axes.imshow(list(zip(*depth.ran)), aspect="auto", origin="lower", interpolation="nearest", cmap="Blues", vmin=0, vmax=1)
+    for axes, seen, text in zip(figure.subplots(len(maps), 1, squeeze=False)[:, 0], maps, texts):
+        axes.imshow(list(zip(*seen.ran)), aspect="auto", origin="lower", interpolation="nearest", cmap="Blues", vmin=0, vmax=1)
         axes.set_ylabel("layer")
         if longest <= 320:
-            axes.set_xticks(range(len(depth.ran)), [printable(t).replace("$", r"\$") for t in text[:len(depth.ran)]], fontsize=6)
+            axes.set_xticks(range(len(seen.ran)), [printable(t).replace("$", r"\$") for t in text[:len(seen.ran)]], fontsize=6)
     axes.set_xlabel("token (dark: the layer ran for it)")
     figure.savefig(path, dpi=120, format="png")
 
@@ -184,7 +191,7 @@ def prompt_tokens(prompt: bytes, encoding) -> list[int]:
         raise UserError(f"prompt: byte {error.start} is not UTF-8, which encoding {encoding.name} needs") from error
 
 
-def write(model, encoding, prompt: bytes, args, cuts, seed: int, depth: DepthMap) -> list[int]:
+def write(model, encoding, prompt: bytes, args, cuts, seed: int, seen: DepthMap) -> list[int]:
     """Print a prompt and its continuation, token by token; bytes wait until their character is whole.
 
     With --show_depth the text comes when it is finished. Returns all tokens.
@@ -194,22 +201,18 @@ def write(model, encoding, prompt: bytes, args, cuts, seed: int, depth: DepthMap
     emit = (lambda text: None) if args.show_depth else (lambda text: print(text, end="", flush=True))
     emit(characters.decode(prompt))
     for token in model.stream([tokens.copy()], args.max_new_tokens, args.temperature, args.top_k, args.top_p, seed,
-                              cuts, depth.watch):
+                              cuts, seen.watch):
         tokens += token.tolist()
         emit(characters.decode(encoding.decode(token.tolist())))
     emit(characters.decode(b"", final=True) + "\n")
     if args.show_depth:
         in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         shown = tokens if prompt else tokens[1:]                        # not the end-of-text that we put in front
-        seen = DepthMap(depth.n_layers)
-        seen.ran = depth.ran[len(tokens) - len(shown):]
-        print(depth_picture(spelled(shown, encoding), seen, in_colour))
+        print(depth_picture(spelled(shown, encoding), seen.without(len(tokens) - len(shown)), in_colour))
     return tokens
 
 
 def run(args):
-    if hasattr(sys.stdout, "reconfigure"):      # a terminal that lacks a character shows a sign in its place
-        sys.stdout.reconfigure(errors="replace")
     model, meta = load_checkpoint(args.checkpoint, choose_device(args.device))
     encoding = encoding_from_meta(meta)
     rate = args.skip_rate[0] if args.skip_rate and len(args.skip_rate) == 1 else args.skip_rate
@@ -235,6 +238,7 @@ def run(args):
 
 
 def main(argv=None):
+    forgive_output()
     try:
         exit_on_user_error(run, parse_args(argv), errors=(UserError, ModelError))
     except (KeyboardInterrupt, BrokenPipeError):        # the reader has seen enough

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import prepare_data
 from prepare_data import (Parser, UserError, encoding_from_meta, exit_on_user_error, find_shards, non_negative_float,
-                          non_negative_int, positive_float, positive_int, read_meta, skip_rates)
+                          forgive_output, non_negative_int, positive_float, positive_int, read_meta, seed_number, skip_rates)
 
 DEFAULT_DATA = "data/stdlib"
 DEFAULT_SKIP_RATE = "random:0.5"        # one checkpoint for every rate; see the README's table for what it costs
@@ -87,7 +87,7 @@ def parse_args(argv=None) -> argparse.Namespace:
                           help="steps of linear warm-up; None: 50, or a quarter of a run of under 200 steps")
     training.add_argument("--weight_decay", type=non_negative_float, default=0.1, help="of the branches' matrices")
     training.add_argument("--grad_clip", type=positive_float, default=1.0, help="largest norm of the gradient")
-    training.add_argument("--seed", type=non_negative_int, default=1, help="of weights, batches and dropout")
+    training.add_argument("--seed", type=seed_number, default=1, help="of weights, batches and dropout")
     checks = parser.add_argument_group("checks")
     checks.add_argument("--eval_every", type=positive_int, default=200, help="steps from one evaluation to the next")
     checks.add_argument("--eval_blocks", type=positive_int, default=128, help="validation blocks, the same each time")
@@ -142,8 +142,10 @@ def check_args(args):
 
 
 if __name__ == "__main__":      # answer --help and mistakes in flags before the seconds that importing torch takes
-    if not {"--resume", "--init_from", "--eval_only"} & set(sys.argv):
-        exit_on_user_error(check_args, parse_args())
+    forgive_output()
+    flags = parse_args()
+    if not (flags.resume or flags.init_from or flags.eval_only):        # else the flags are completed from a checkpoint
+        exit_on_user_error(check_args, flags)
     # Threads that wait for one another spin, which on a machine with anything else to do makes a step 10 times slower.
     # A short spin costs nothing where the machine is ours alone.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -155,7 +157,7 @@ from tqdm import tqdm
 
 import sample
 
-from model import (Config, ModelError, NAGTransformer, RandomShare, StaticDrop, TopShare, angle_between, choose_device,
+from model import (AboveCut, Config, ModelError, NAGTransformer, RandomShare, StaticDrop, TopShare, angle_between, choose_device,
                    kept_count, model_from, read_checkpoint, save_checkpoint)
 
 # Dense bfloat16 FLOP/s as the makers state them, for the share that is reached (MFU).
@@ -196,8 +198,8 @@ def shuffled(index, n: int, seed: int):
 class Blocks:
     """A text as blocks of block_size tokens, each with the token that follows it."""
 
-    def __init__(self, shards, block_size: int, flag: str):
-        self.shards, self.block_size = shards, block_size
+    def __init__(self, shards, block_size: int, vocab_size: int, flag: str):
+        self.shards, self.block_size, self.vocab_size, self.flag = shards, block_size, vocab_size, flag
         self.n_blocks = (len(shards) - 1) // block_size
         if self.n_blocks < 1:
             raise UserError(f"{flag}: {len(shards)} tokens, but one block needs {block_size + 1} (--block_size "
@@ -206,6 +208,9 @@ class Blocks:
     def read(self, numbers, device):
         """Blocks by number -> tokens, targets: (len(numbers), block_size) int64 each, the targets one token ahead."""
         rows = np.stack([self.shards.read(number * self.block_size, self.block_size + 1) for number in numbers.tolist()])
+        if rows.max() >= self.vocab_size:
+            raise UserError(f"{self.flag}: holds token {rows.max()}, but the encoding has {self.vocab_size} ids; prepare the "
+                            f"text again, or keep its meta.json beside the shards")
         rows = torch.from_numpy(rows).to(device)
         return rows[:, :-1], rows[:, 1:]
 
@@ -226,12 +231,16 @@ def open_data(args, meta: dict | None = None):
         prepare_data.main(["--source", "stdlib", "--out_dir", args.data])
     train_paths = find_shards(args.data, "train")
     val_paths = find_shards(args.val_data or args.data, "val")
-    found = read_meta(train_paths[0].parent)
+    found, val_meta = read_meta(train_paths[0].parent), read_meta(val_paths[0].parent)
+    if val_meta["encoding"] != found["encoding"]:
+        raise UserError(f"--val_data {args.val_data}: encoding {val_meta['encoding']}, but --data {args.data} has "
+                        f"{found['encoding']}; prepare both alike")
     if meta and (found["encoding"], found["vocab_size"]) != (meta["encoding"], meta["vocab_size"]):
         raise UserError(f"--data {args.data}: encoding {found['encoding']} with {found['vocab_size']} ids, but the checkpoint's "
                         f"is {meta['encoding']} with {meta['vocab_size']}; prepare the text with --encoding {meta['encoding']}")
-    train = Blocks(prepare_data.Shards(train_paths), args.block_size, f"--data {args.data}")
-    val = Blocks(prepare_data.Shards(val_paths), args.block_size, f"--val_data {args.val_data or args.data}")
+    train = Blocks(prepare_data.Shards(train_paths), args.block_size, found["vocab_size"], f"--data {args.data}")
+    val = Blocks(prepare_data.Shards(val_paths), args.block_size, found["vocab_size"],
+                 f"--val_data {args.val_data or args.data}")
     return train, val, found
 
 
@@ -288,14 +297,14 @@ class Evaluator:
             return
         self.model.eval()
         with self.autocast():
-            self.model.measure_cuts(self.calibration)
+            self.model.measure_table(self.calibration)
+            self.model.set_default_depth(self.calibration, self.allocated(typical_rates(self.args)))
         self.model.train()
-        self.model.default_rates.copy_(torch.tensor(self.allocated(typical_rates(self.args))))
 
     def allocated(self, rates: list[float]) -> list[float]:
         """The rates as --allocation distributes them."""
-        if self.args.allocation == "global" and any(rates) and not self.model.gains.isnan().any():
-            return self.model.global_rates(sum(rates) / len(rates))
+        if self.args.allocation == "global" and len(set(rates)) == 1 and any(rates) and self.model.can_skip():
+            return self.model.global_rates(rates[0])
         return rates
 
     def depth(self, rates: list[float]):
@@ -307,6 +316,12 @@ class Evaluator:
         if self.args.choose == "static":
             angles = self.layer_angles()
             return StaticDrop(sorted(range(len(angles)), key=angles.__getitem__)[:round(sum(rates))])
+        if len(set(rates)) > 1 and self.model.can_skip():       # the table's rows are for equal rates: measure these
+            self.model.eval()
+            with self.autocast():
+                cuts = self.model.measured_cuts(self.calibration, rates)
+            self.model.train()
+            return AboveCut([cut if rate else -math.inf for rate, cut in zip(rates, cuts)])
         return self.model.cuts_for(rates)
 
     @torch.no_grad()
@@ -325,8 +340,8 @@ class Evaluator:
     def __call__(self, depth=None) -> dict:
         """Validation loss in nats a token and bits a byte (None where bytes are unknown), and what each layer did.
 
-        kept: share of the tokens that a layer ran for, None for a layer left out.  gain, angle (radians): means over
-        these, None in the baseline.  flops_share: executed FLOPs against full depth.
+        kept_share: of the tokens, for each layer; None for a layer left out.  gain, angle (radians): means over these,
+        None in the baseline.  flops_share: executed FLOPs against full depth.
         """
         model, n_tokens = self.model, len(self.numbers) * self.args.block_size
         ran, gain, angle = ([0.0] * len(model.layers) for _ in range(3))
@@ -354,7 +369,7 @@ class Evaluator:
         means = [[total / count if count else 0.0 for total, count in zip(totals, ran)] if model.config.residual == "nag"
                  else None for totals in (gain, angle)]
         return {"val_loss": nats / n_tokens, "bits_per_byte": nats / math.log(2) / bytes_scored if bytes_scored else None,
-                "kept": kept, "gain": means[0], "angle": means[1],
+                "kept_share": kept, "gain": means[0], "angle": means[1],
                 "flops_share": model.flops_per_token(kept) / model.flops_per_token()}
 
     def dial(self, log) -> str:
@@ -362,7 +377,7 @@ class Evaluator:
         lines = ["skip rate   layers run    FLOPs   validation loss   bits per byte"]
         for rate in self.args.skip_rates:
             found = self(self.depth(self.allocated([rate] * len(self.model.layers))))
-            share = sum(kept or 0.0 for kept in found["kept"]) / len(found["kept"])
+            share = sum(kept or 0.0 for kept in found["kept_share"]) / len(found["kept_share"])
             bpb = f"{found['bits_per_byte']:.4f}" if found["bits_per_byte"] else "unknown"
             lines.append(f"{rate:9g} {share:12.3f} {found['flops_share']:8.3f} {found['val_loss']:17.4f} {bpb:>15}")
             log.write(dial={"skip_rate": rate, "layers_run": share, "choose": self.args.choose,
@@ -413,20 +428,21 @@ def readable(seconds: float) -> str:
 class Log:
     """out_dir/log.jsonl: one JSON object a line. Lines past `step`, that of the checkpoint to go on from, are cut."""
 
-    def __init__(self, path: Path, step: float = math.inf):
-        lines = path.read_text().splitlines() if path.exists() and step else []
-        kept = []
-        for line in lines:
-            try:
-                if json.loads(line).get("step", 0) <= step:
-                    kept.append(line)
-            except ValueError:      # the last line of a killed run may be cut short
-                break
+    def __init__(self, path: Path, step: int | None = None):
         try:
-            path.write_text("".join(line + "\n" for line in kept))
+            if step is not None:
+                lines = path.read_text().splitlines() if path.exists() and step else []
+                path.write_text("".join(line + "\n" for line in lines if self.is_up_to(step, line)))
             self.file = path.open("a")
         except OSError as error:
             raise UserError(f"{path}: cannot be written ({error.strerror}); make room or choose another folder") from error
+
+    @staticmethod
+    def is_up_to(step: int, line: str) -> bool:
+        try:
+            return json.loads(line).get("step", 0) <= step
+        except ValueError:          # the last line of a killed run may be cut short
+            return False
 
     def write(self, **entry):
         self.file.write(json.dumps(entry) + "\n")
@@ -494,7 +510,7 @@ def build(args, origin: dict | None, meta: dict, device):
     """Model and optimizers of a run, new or as a checkpoint has them; and the steps and FLOPs done."""
     torch.manual_seed(args.seed)
     if origin:
-        model = model_from(origin, device)
+        model = model_from(origin, device, args.init_from or args.out_dir / "ckpt.pt")
     else:
         alpha = {"alpha_scale": 0.7, "alpha_power": 0.0} if args.optimizer == "adamw" else {}
         shape = {flag: getattr(args, flag) for flag in MODEL_FLAGS}
@@ -504,10 +520,10 @@ def build(args, origin: dict | None, meta: dict, device):
     if not (args.resume and origin):
         return model, optimizers, 0, 0
     for optimizer, state in zip(optimizers, origin["optimizer"], strict=True):
-        rates = [group["initial_lr"] for group in optimizer.param_groups]       # the flags', not the checkpoint's
+        flags = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in optimizer.param_groups]
         optimizer.load_state_dict(state)
-        for group, rate in zip(optimizer.param_groups, rates):
-            group["initial_lr"] = rate
+        for group, given in zip(optimizer.param_groups, flags):
+            group.update(given)                                         # of the flags, not of the checkpoint
     return model, optimizers, origin["step"], origin["flops"]
 
 
@@ -605,6 +621,8 @@ def train(args):
     bar = tqdm(total=args.flop_budget or args.steps, initial=flops if args.flop_budget else step, dynamic_ncols=True,
                unit="FLOP" if args.flop_budget else "step", unit_scale=bool(args.flop_budget))
     choice = RandomShare if args.choose == "random" else TopShare
+    if step == 0:
+        save()              # so that a full disk is found now, and --resume knows this run's flags whenever it is killed
     saved, found = step, {}
     with bar, stop_signals() as stop:
         while progress() < 1 and not stop:
@@ -629,8 +647,10 @@ def train(args):
 
             kept = [kept_count(rate, micro_tokens) / micro_tokens for rate in rates]
             step_flops = 3 * model.flops_per_token(kept) * args.batch_tokens
-            done = (step_flops if args.flop_budget else 1)
             step, flops, loss = step + 1, flops + step_flops, loss.item()
+            if not math.isfinite(loss):
+                raise UserError(f"step {step}: the loss is {loss}; {path} holds step {saved}. Start again with a lower "
+                                f"--matrix_learning_rate, --learning_rate or --gate_learning_rate, or a longer --warmup_steps")
             seconds = time.perf_counter() - started
             entry = {"step": step, "loss": loss, "grad_norm": grad_norm.item(), "lr_factor": factor, "flops": flops,
                      "skip_rate": sum(rates) / len(rates), "tokens": step * args.batch_tokens,
@@ -642,18 +662,19 @@ def train(args):
                 typical = evaluator.allocated(typical_rates(args))
                 found = evaluator(evaluator.depth(typical))
                 entry |= {**found, "eval_skip_rate": sum(typical) / len(typical)}
-                bar.write(f"step {step}: {evaluation_text(found)}")
-                for layer, share in enumerate(found["kept"]):
-                    if share < 0.01:
-                        bar.write(f"warning: layer {layer} runs for {share:.2%} of the tokens; it hardly learns any more")
             log.write(**entry)
-            bar.set_postfix_str(f"loss {loss:.3f}, {args.batch_tokens / seconds:,.0f} tokens/s")
-            bar.update(done)
-            if args.sample_every and step % args.sample_every == 0 and not last:
-                bar.write(sample_text(model, encoding, args.seed))
             if step % (args.save_every or args.eval_every) == 0 or last:
                 save()
                 saved = step
+            bar.set_postfix_str(f"loss {loss:.3f}, {args.batch_tokens / seconds:,.0f} tokens/s")
+            bar.update(step_flops if args.flop_budget else 1)
+            if "val_loss" in entry:
+                bar.write(f"step {step}: {evaluation_text(found)}")
+                for layer, share in enumerate(found["kept_share"]):
+                    if share < 0.01:
+                        bar.write(f"warning: layer {layer} runs for {share:.2%} of the tokens; it hardly learns any more")
+            if args.sample_every and step % args.sample_every == 0 and not last:
+                bar.write(sample_text(model, encoding, args.seed))
         if step > saved:
             save()
 
@@ -668,7 +689,8 @@ def train(args):
     if args.residual == "nag" and args.choose == "modulator":
         print(f"\nThe same checkpoint at several depths:\n\n{evaluator.dial(log)}")
     more = f"--flop_budget {2 * args.flop_budget:g}" if args.flop_budget else f"--steps {2 * args.steps}"
-    print(f"\nNext:  python sample.py {' '.join(there)}{' ' if there else ''}--prompt 'def ' --skip_rate 0.5 --show_depth\n"
+    dial = " --skip_rate 0.5 --show_depth" if args.residual == "nag" else ""
+    print(f"\nNext:  python sample.py {' '.join(there)}{' ' if there else ''}--prompt 'def '{dial}\n"
           f"       python train.py{here} --resume {more}")
 
 
@@ -684,7 +706,12 @@ def sample_text(model, encoding, seed: int) -> str:
 
 
 def main(argv=None):
-    exit_on_user_error(train, parse_args(argv), errors=(UserError, ModelError))
+    forgive_output()
+    args = parse_args(argv)
+    try:
+        exit_on_user_error(train, args, errors=(UserError, ModelError))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -171,6 +171,8 @@ def test_every_layer_keeps_the_invariants_of_the_stream():
         assert_close(after.direction.mean(-1), torch.zeros(2, 16).double(), atol=1e-12, rtol=0)
         assert_close(angle_between(before.direction, after.direction), realised.atan(), atol=1e-9, rtol=0)
         assert_close(after.log_norm - before.log_norm, 0.5 * torch.log1p(realised**2), atol=1e-12, rtol=0)
+        moved = after.direction * (1 + realised**2).sqrt()[..., None] - before.direction        # g̃ · u
+        assert_close((moved * before.direction).sum(-1), torch.zeros(2, 16).double(), atol=1e-6, rtol=0)
         assert realised.mean() > 0.01
 
 
@@ -441,6 +443,24 @@ def test_a_failed_write_leaves_the_old_checkpoint_and_no_temporary_file(tmp_path
         save_checkpoint(tmp_path / "ckpt.pt", tiny_model(seed=1), META)
     assert (tmp_path / "ckpt.pt").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"]
+
+
+def test_a_full_disk_is_an_oserror_and_leaves_the_old_checkpoint(tmp_path):
+    resource = pytest.importorskip("resource", reason="file size limits are POSIX")
+    import signal
+    path = tmp_path / "ckpt.pt"
+    save_checkpoint(path, tiny_model(dtype=torch.float32), META)
+    before = path.read_bytes()
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        with pytest.raises(OSError):
+            save_checkpoint(path, tiny_model(dtype=torch.float32, seed=1), META)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before and len(before) > 20_000
+    assert [found.name for found in tmp_path.iterdir()] == ["ckpt.pt"]
 
 
 def test_a_changed_weight_or_value_is_noticed(tmp_path):

@@ -20,8 +20,8 @@ META = {"encoding": "bytes", "vocab_size": 257, "end_of_text": 256}
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoint") / "ckpt.pt"
     model = tiny_model(dtype=torch.float32, vocab_size=257, block_size=32)
-    model.measure_cuts(tiny_tokens(64, 32, vocab_size=257))
-    model.default_rates.fill_(0.25)
+    model.measure_table(tiny_tokens(64, 32, vocab_size=257))
+    model.set_default_depth(tiny_tokens(64, 32, vocab_size=257), [0.25] * 6)
     save_checkpoint(path, model, META)
     return path
 
