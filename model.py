@@ -237,19 +237,22 @@ class KVCache:
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = [0] * batch                      # tokens seen so far, for each sequence
+        self.unit_table = None                          # the head's normalised table, which each token needs again
 
     def begin(self, n: int):
         """Announce n new tokens for each sequence. Returns their positions (B, n) and the mask of `extend`'s keys."""
         device = self.keys.device
-        self.past, self.new = torch.tensor(self.lengths, device=device).unsqueeze(1), n
+        past, self.new = torch.tensor(self.lengths, device=device).unsqueeze(1), n
         self.filled = min(self.window, max(self.lengths) + (n == 1))
         self.lengths = [length + n for length in self.lengths]
-        positions = self.past + torch.arange(n, device=device)                                   # (B, n)
-        newest = self.past if n == 1 else self.past - 1         # the newest position in the ring when it is read
+        positions = past + torch.arange(n, device=device)                                        # (B, n)
+        newest = past if n == 1 else past - 1                   # the newest position in the ring when it is read
         slot_positions = newest - (newest - torch.arange(self.filled, device=device)) % self.window   # (B, filled)
         # An empty slot comes out as a negative position; far away it is outside of every window.
         slot_positions = slot_positions.masked_fill(slot_positions < 0, -self.window - n)
         keys_at = slot_positions if n == 1 else torch.cat((slot_positions, positions), dim=1)
+        self.slots = positions[:, -self.window:] % self.window                                   # (B, min(n, window))
+        self.sequence = torch.arange(len(self.lengths), device=device).unsqueeze(1)
         return positions, banded_mask(positions, keys_at, self.window)
 
     def extend(self, block: int, k, v):
@@ -258,12 +261,8 @@ class KVCache:
         held_k, held_v = keys[:, :, :self.filled], values[:, :, :self.filled]
         if self.new > 1:        # the first new tokens still need the old keys that the last ones replace: copy these
             held_k, held_v = torch.cat((held_k, k), dim=2), torch.cat((held_v, v), dim=2)
-        last = min(self.new, self.window)
-        offsets = torch.arange(self.new - last, self.new, device=k.device)
-        slots = (self.past + offsets) % self.window                                              # (B, last)
-        sequence = torch.arange(k.size(0), device=k.device).unsqueeze(1)
-        keys[sequence, :, slots] = k[:, :, -last:].transpose(1, 2).to(keys.dtype)
-        values[sequence, :, slots] = v[:, :, -last:].transpose(1, 2).to(values.dtype)
+        for ring, new in ((keys, k), (values, v)):
+            ring[self.sequence, :, self.slots] = new[:, :, -self.window:].transpose(1, 2).to(ring.dtype)
         return held_k, held_v
 
     @staticmethod
@@ -287,16 +286,18 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(config.n_embd, 2 * config.n_embd, bias=False)
         self.output = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x, rows, context: Context) -> torch.Tensor:
-        """x: (B, T, d) -> (B, T, d), or (k, d) for the k `rows` alone."""
+    def keys_and_values(self, x, context: Context):
+        """x: (B, T, d) -> k, v: (B, H, S, hd) each, of these T tokens and of those in the cache, which keeps them all."""
         B, T, d = x.shape
         k, v = self.key_value(x).view(B, T, 2 * self.n_head, -1).transpose(1, 2).chunk(2, dim=1)     # (B, H, T, hd)
         k = apply_rotary(k, context.cos, context.sin)
-        if context.cache is not None:
-            k, v = context.cache.extend(self.block, k, v)                                        # (B, H, S, hd)
+        return (k, v) if context.cache is None else context.cache.extend(self.block, k, v)
+
+    def forward(self, x, rows, context: Context) -> torch.Tensor:
+        """x: (B, T, d) -> (B, T, d), or (k, d) for the k `rows` alone."""
+        B, T, d = x.shape
+        k, v = self.keys_and_values(x, context)
         q = self.query(take_rows(x, rows))
-        if context.cache is not None and rows is not None and len(rows) == 0:
-            return self.output(q)                               # (0, d): decoding, and all skip: no scores to compute
         if rows is not None:
             q = put_rows(q, rows, torch.zeros_like(x, dtype=q.dtype))                            # (B, T, d)
         q = apply_rotary(q.view(B, T, self.n_head, -1).transpose(1, 2), context.cos, context.sin)      # (B, H, T, hd)
@@ -344,6 +345,11 @@ class NAGLayer(nn.Module):
         direction, log_norm = stream
         m = self.modulate(direction)                                                             # (B, T)
         rows = choose(m.detach()) if choose else None
+        if rows is not None and len(rows) == 0 and context.cache is not None:
+            # Decoding, and nobody runs this layer: nothing is left to do but to keep what later tokens may attend to.
+            if isinstance(self.branch, Attention):
+                self.branch.keys_and_values(direction, context)
+            return stream, rows
         out = self.dropout(self.branch(direction, rows, context))                                # (B, T, d) or (k, d)
         return nag_update(direction, out, self.alpha * m, log_norm, rows), rows
 
@@ -430,7 +436,8 @@ class AboveCut(Depth):
     def rows(self, layer: int, score):
         if self.cuts[layer] == -math.inf:
             return None
-        return (score > self.cuts[layer]).flatten().nonzero().squeeze(1)
+        kept = (score > self.cuts[layer]).flatten().nonzero().squeeze(1)
+        return None if len(kept) == score.numel() else kept
 
 
 class MeasureCuts(TopShare):
@@ -557,7 +564,12 @@ class NAGTransformer(nn.Module):
             direction = direction.to(torch.get_autocast_dtype(device))
         return Stream(direction, log_norm)
 
-    def head(self, stream: Stream) -> torch.Tensor:
+    def unit_table(self) -> torch.Tensor:
+        """The rows ŵ_v/√d of the unembedding: centred, of norm 1. (padded V, d)"""
+        table = self.unembedding.weight
+        return F.normalize(table - table.mean(-1, keepdim=True), dim=-1)
+
+    def head(self, stream: Stream, unit_table=None) -> torch.Tensor:
         """Stream -> logits (B, T, V), float32 or wider.
 
         logits = ⟨r, ŵ_v⟩/√d · exp(log_norm) with rows ŵ_v centred and of norm √d: the cosine times √d, times the norm,
@@ -567,9 +579,8 @@ class NAGTransformer(nn.Module):
             logits = self.unembedding(self.final_norm(stream.direction))
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         else:
-            table = self.unembedding.weight
-            table = F.normalize(table - table.mean(-1, keepdim=True), dim=-1)                    # ŵ_v/√d: norm 1
-            logits = F.linear(stream.direction, table).to(stream.log_norm.dtype) * stream.log_norm.exp().unsqueeze(-1)
+            logits = F.linear(stream.direction, self.unit_table() if unit_table is None else unit_table)
+            logits = logits.to(stream.log_norm.dtype) * stream.log_norm.exp().unsqueeze(-1)
         return logits[..., :self.config.vocab_size]             # the padding of the vocabulary is never seen outside
 
     def run_layers(self, tokens, depth=None, cache: KVCache | None = None, watch=None) -> Stream:
@@ -606,7 +617,12 @@ class NAGTransformer(nn.Module):
         block_size is attended through a band of that width, which is what decoding with the cache computes.
         watch: called after each layer with its number, the streams before and after, and the rows it ran for.
         """
-        return self.head(self.run_layers(tokens, depth, cache, watch))
+        stream = self.run_layers(tokens, depth, cache, watch)
+        if cache is None or self.config.residual == "prenorm":
+            return self.head(stream)
+        if cache.unit_table is None:
+            cache.unit_table = self.unit_table()
+        return self.head(stream, cache.unit_table)
 
     def loss(self, tokens, targets, depth=None) -> torch.Tensor:
         """Mean cross-entropy in nats a token; tokens, targets (B, T) int64."""
