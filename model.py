@@ -703,6 +703,7 @@ class NAGTransformer(nn.Module):
         if allocation == "global" and len(set(rates)) == 1:             # unequal rates are an allocation already
             rates = self.global_rates(rates[0])
         table, own = self.table(), torch.equal(torch.tensor(rates), self.default_rates.cpu())
+        own = own and not self.default_cuts.isnan().any()       # an entry that a checkpoint may lack, as it may the table
         cuts = self.default_cuts.tolist() if own else [interpolate(rate, self.RATES, cuts) for rate, cuts in zip(rates, table)]
         return AboveCut([cut if rate else -math.inf for rate, cut in zip(rates, cuts)])
 

@@ -255,6 +255,9 @@ def test_rate_0_is_the_full_model_and_the_default_is_the_rate_of_training():
     model.set_default_depth(tiny_tokens(64, 16, seed=9), [0.25] * L)
     assert model.cuts_for().cuts == model.cuts_for(0.25).cuts == model.cuts_for(depth_budget=4.5).cuts
     assert model.cuts_for(depth_budget=6) is None
+    from_the_table = model.cuts_for(0.25).cuts
+    model.default_cuts.fill_(math.nan)                  # as in a checkpoint that lacks this entry
+    assert model.cuts_for(0.25).cuts == pytest.approx(from_the_table)
 
 
 def test_unequal_rates_of_training_have_thresholds_of_their_own():
