@@ -344,7 +344,7 @@ class NAGLayer(nn.Module):
         """The stream after this layer, and the rows it ran for: choose(m), or all (None) where there is no choice."""
         direction, log_norm = stream
         m = self.modulate(direction)                                                             # (B, T)
-        rows = choose(m.detach()) if choose else None
+        rows = choose(m.detach()) if choose is not None else None
         if rows is not None and len(rows) == 0 and context.cache is not None:
             # Decoding, and nobody runs this layer: nothing is left to do but to keep what later tokens may attend to.
             if isinstance(self.branch, Attention):
