@@ -26,7 +26,7 @@ import os
 import pickle
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Iterator, NamedTuple, Sequence
+from typing import Callable, Iterator, NamedTuple, Sequence
 
 import torch
 import torch.nn as nn
@@ -91,6 +91,21 @@ class Stream(NamedTuple):
     log_norm: torch.Tensor      # (B, T), float32 or wider: log(‖R‖/√d). None in the baseline
 
 
+class Rows(NamedTuple):
+    """The tokens that a layer runs for. Where all N tokens of a batch are meant, there is None in place of this."""
+
+    kept: torch.Tensor          # (k,) int64, ascending, into the flattened N
+    inverse: torch.Tensor       # (N,) int32: kept[inverse[n]] = n; −1 for a skipped token
+
+
+def rows_of(kept, n: int) -> Rows | None:
+    """The Rows of kept tokens (k,) int64, ascending and unique, of n; None where they are all."""
+    if len(kept) == n:
+        return None
+    places = torch.arange(len(kept), dtype=torch.int32, device=kept.device)
+    return Rows(kept, torch.full((n,), -1, dtype=torch.int32, device=kept.device).scatter(0, kept, places))
+
+
 def nag_update(direction, out, gain, log_norm, rows=None, eps: float = 1e-6) -> Stream:
     """Turn each token's direction towards a branch's output, and let its norm grow accordingly.
 
@@ -104,17 +119,17 @@ def nag_update(direction, out, gain, log_norm, rows=None, eps: float = 1e-6) -> 
     `eps` [R] keeps the gradient finite where nothing is left of `out` besides its mean and its part along the
     direction. The turn fades smoothly there: u has an RMS ν below 1, and the realised gain is gain · ν.
     """
-    return Stream(*NagUpdate.apply(direction, out, gain, log_norm, rows, eps))
+    return Stream(*NagUpdate.apply(direction, out, gain, log_norm, None if rows is None else rows.kept, eps))
 
 
-def take_rows(x, rows):
-    """The kept tokens' features: (…, d) -> (k, d); all of them, as they are, where rows is None."""
-    return x if rows is None else x.flatten(0, -2).index_select(0, rows)
+def take_rows(x, kept):
+    """The kept tokens' features: (…, d) -> (k, d); all of them, as they are, where kept is None."""
+    return x if kept is None else x.flatten(0, -2).index_select(0, kept)
 
 
-def put_rows(y, rows, x):
-    """x (…, d) with the kept tokens' features replaced by y (k, d); y itself where rows is None."""
-    return y if rows is None else x.flatten(0, -2).index_copy(0, rows, y).view(x.shape)
+def put_rows(y, kept, x):
+    """x (…, d) with the kept tokens' features replaced by y (k, d); y itself where kept is None."""
+    return y if kept is None else x.flatten(0, -2).index_copy(0, kept, y).view(x.shape)
 
 
 class NagUpdate(torch.autograd.Function):
@@ -136,22 +151,22 @@ class NagUpdate(torch.autograd.Function):
         return c, along, scale, u, shrink, y.mul_(shrink), p_square * scale**2
 
     @staticmethod
-    def forward(ctx, direction, out, gain, log_norm, rows, eps):
-        ctx.save_for_backward(direction, out, gain, rows)
+    def forward(ctx, direction, out, gain, log_norm, kept, eps):
+        ctx.save_for_backward(direction, out, gain, kept)
         ctx.eps, dtype = eps, log_norm.dtype
-        g = take_rows(gain.unsqueeze(-1), rows)
-        *_, turned, nu_square = NagUpdate.rotate(take_rows(direction, rows).to(dtype), out.to(dtype), g, eps)
-        grown = take_rows(log_norm.unsqueeze(-1), rows) + 0.5 * torch.log1p(g.square() * nu_square)     # eq 15–17
-        return (put_rows(turned.to(direction.dtype), rows, direction),
-                put_rows(grown, rows, log_norm.unsqueeze(-1)).squeeze(-1))
+        g = take_rows(gain.unsqueeze(-1), kept)
+        *_, turned, nu_square = NagUpdate.rotate(take_rows(direction, kept).to(dtype), out.to(dtype), g, eps)
+        grown = take_rows(log_norm.unsqueeze(-1), kept) + 0.5 * torch.log1p(g.square() * nu_square)     # eq 15–17
+        return (put_rows(turned.to(direction.dtype), kept, direction),
+                put_rows(grown, kept, log_norm.unsqueeze(-1)).squeeze(-1))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, d_turned, d_log_norm):
-        direction, out, gain, rows = ctx.saved_tensors
+        direction, out, gain, kept = ctx.saved_tensors
         dtype = d_log_norm.dtype
-        r, g = take_rows(direction, rows).to(dtype), take_rows(gain.unsqueeze(-1), rows)
-        G, D = take_rows(d_turned, rows).to(dtype), take_rows(d_log_norm.unsqueeze(-1), rows)
+        r, g = take_rows(direction, kept).to(dtype), take_rows(gain.unsqueeze(-1), kept)
+        G, D = take_rows(d_turned, kept).to(dtype), take_rows(d_log_norm.unsqueeze(-1), kept)
         c, along, scale, u, shrink, turned, nu_square = NagUpdate.rotate(r, out.to(dtype), g, ctx.eps)
         growth = D / (1 + g.square() * nu_square)
         dy = turned.mul_((G * turned).mean(-1, keepdim=True)).neg_().add_(G).mul_(shrink)   # through the measured RMS
@@ -164,8 +179,8 @@ class NagUpdate(torch.autograd.Function):
         dr = dy.addcmul_(dp, along, value=-1).addcmul_(c, q, value=-1)                      # along depends on r and c
         dc = dp.addcmul_(r, q, value=-1)
         d_out = dc - dc.mean(-1, keepdim=True)                                              # through the centring
-        d_gain = put_rows(d_gain, rows, torch.zeros_like(gain).unsqueeze(-1)).squeeze(-1)   # none for a skipped token
-        return put_rows(dr.to(direction.dtype), rows, d_turned), d_out.to(out.dtype), d_gain, d_log_norm, None, None
+        d_gain = put_rows(d_gain, kept, torch.zeros_like(gain).unsqueeze(-1)).squeeze(-1)   # none for a skipped token
+        return put_rows(dr.to(direction.dtype), kept, d_turned), d_out.to(out.dtype), d_gain, d_log_norm, None, None
 
 
 def modulator(direction, preferred, bias, mix, beta) -> torch.Tensor:
@@ -177,9 +192,54 @@ def modulator(direction, preferred, bias, mix, beta) -> torch.Tensor:
     Returns (…) in bias's dtype, float32 or wider, also under autocast: m decides which layers a token skips.
     """
     with torch.autocast(direction.device.type, enabled=False):
-        agreement = torch.sigmoid(F.linear(direction.to(bias.dtype), preferred.to(bias.dtype), bias))       # (…, C)
+        preferred = preferred.to(direction.dtype).to(bias.dtype)            # rounded as the direction is
+        agreement = torch.sigmoid(F.linear(direction.to(bias.dtype), preferred, bias))                      # (…, C)
         average = agreement @ torch.softmax(mix, dim=0)                                                     # (…)
         return average.clamp_min(1e-6) ** beta          # the clamp keeps the power's gradient finite
+
+
+def gather_rows(direction, rows):
+    """The stream (…, d) to go on with, and the rows (k, d) of it that a layer runs for; all of them for None."""
+    return direction, direction if rows is None else take_rows(direction, rows.kept)
+
+
+def add_rmsnorm(residual, out, weight, eps: float = 1e-6):
+    """The baseline's step: residual + out, and that normalised by its RMS, times weight (d,)."""
+    total = residual + out
+    return total, F.rms_norm(total, weight.shape, weight, eps)
+
+
+class Operations(NamedTuple):
+    """The four functions of the stream, from this file or from kernels.py, which has them as Triton kernels."""
+
+    nag_update: Callable
+    modulator: Callable
+    gather_rows: Callable
+    add_rmsnorm: Callable
+
+
+PLAIN = Operations(nag_update, modulator, gather_rows, add_rmsnorm)
+
+
+def operations(kernels: str, device: torch.device) -> Operations:
+    """Who computes the stream's functions: "torch", this file; "triton", kernels.py; "auto", kernels.py on a GPU that has it.
+
+    ModelError for another name, and for "triton" where it cannot run.
+    """
+    if kernels not in ("auto", "torch", "triton"):
+        raise ModelError(f"--kernels {kernels}: expected auto, torch or triton")
+    if kernels == "torch" or kernels == "auto" and device.type != "cuda":       # ROCm's GPUs are named cuda as well
+        return PLAIN
+    try:
+        import kernels as triton_kernels
+    except ImportError as error:
+        if kernels == "auto":
+            return PLAIN
+        raise ModelError(f"--kernels triton: {error}") from error
+    if device.type != "cuda" and not triton_kernels.INTERPRETED:
+        raise ModelError(f"--kernels triton: runs on NVIDIA and AMD GPUs, found the device {device.type}; take auto or torch (or "
+                         f"set TRITON_INTERPRET=1 to run them on the CPU, slowly, as the tests do)")
+    return Operations(*(getattr(triton_kernels, name) for name in Operations._fields))
 
 
 def angle_between(before, after) -> torch.Tensor:
@@ -222,6 +282,7 @@ class Context(NamedTuple):
     sin: torch.Tensor
     mask: torch.Tensor | None       # (B or 1, 1, T, S); None: plain causal attention over the T tokens themselves
     cache: "KVCache | None" = None
+    operations: Operations = PLAIN
 
 
 class KVCache:
@@ -293,17 +354,17 @@ class Attention(nn.Module):
         k = apply_rotary(k, context.cos, context.sin)
         return (k, v) if context.cache is None else context.cache.extend(self.block, k, v)
 
-    def forward(self, x, rows, context: Context) -> torch.Tensor:
-        """x: (B, T, d) -> (B, T, d), or (k, d) for the k `rows` alone."""
+    def forward(self, x, x_kept, kept, context: Context) -> torch.Tensor:
+        """x: (B, T, d), x_kept: the k rows of it that are kept -> (k, d); both are all of x, as is the output, for None."""
         B, T, d = x.shape
         k, v = self.keys_and_values(x, context)
-        q = self.query(take_rows(x, rows))
-        if rows is not None:
-            q = put_rows(q, rows, torch.zeros_like(x, dtype=q.dtype))                            # (B, T, d)
+        q = self.query(x_kept)
+        if kept is not None:
+            q = put_rows(q, kept, torch.zeros_like(x, dtype=q.dtype))                            # (B, T, d)
         q = apply_rotary(q.view(B, T, self.n_head, -1).transpose(1, 2), context.cos, context.sin)      # (B, H, T, hd)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask, is_causal=context.mask is None,
                                            dropout_p=self.dropout if self.training else 0.0)     # (B, H, T, hd)
-        return self.output(take_rows(y.transpose(1, 2).reshape(B, T, d), rows))
+        return self.output(take_rows(y.transpose(1, 2).reshape(B, T, d), kept))
 
 
 class MLP(nn.Module):
@@ -314,9 +375,9 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.output = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x, rows, context: Context) -> torch.Tensor:
-        """x: (B, T, d) -> (B, T, d), or (k, d) for the k `rows` alone."""
-        return self.output(F.gelu(self.up(take_rows(x, rows))))
+    def forward(self, x, x_kept, kept, context: Context) -> torch.Tensor:
+        """x_kept: (k, d) -> (k, d), or (B, T, d) -> (B, T, d); it looks at nothing else."""
+        return self.output(F.gelu(self.up(x_kept)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,22 +397,44 @@ class NAGLayer(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.n_directions))                          # b_i
         self.mix = nn.Parameter(torch.empty(config.n_directions))                           # q
 
-    def modulate(self, direction) -> torch.Tensor:
+    def modulate(self, direction, operations: Operations = PLAIN) -> torch.Tensor:
         """m, (B, T): known before the branch runs."""
-        return modulator(direction, self.preferred, self.bias, self.mix, F.softplus(self.beta_raw))
+        return operations.modulator(direction, self.preferred, self.bias, self.mix, F.softplus(self.beta_raw))
 
     def forward(self, stream: Stream, choose, context: Context):
         """The stream after this layer, and the rows it ran for: choose(m), or all (None) where there is no choice."""
         direction, log_norm = stream
-        m = self.modulate(direction)                                                             # (B, T)
+        ops = context.operations
+        m = self.modulate(direction, ops)                                                        # (B, T)
         rows = choose(m.detach()) if choose is not None else None
-        if rows is not None and len(rows) == 0 and context.cache is not None:
+        kept = None if rows is None else rows.kept
+        if kept is not None and len(kept) == 0 and context.cache is not None:
             # Decoding, and nobody runs this layer: nothing is left to do but to keep what later tokens may attend to.
             if isinstance(self.branch, Attention):
                 self.branch.keys_and_values(direction, context)
             return stream, rows
-        out = self.dropout(self.branch(direction, rows, context))                                # (B, T, d) or (k, d)
-        return nag_update(direction, out, self.alpha * m, log_norm, rows), rows
+        direction, x_kept = ops.gather_rows(direction, rows)                                     # (B, T, d), (k, d)
+        out = self.dropout(self.branch(direction, x_kept, kept, context))                        # (k, d) or (B, T, d)
+        return Stream(*ops.nag_update(direction, out, self.alpha * m, log_norm, rows)), rows
+
+
+class PreNormStream(NamedTuple):
+    """The baseline's residual, as its layers hand it on: R = residual + pending.
+
+    A layer leaves the addition to the next one, which so adds and normalises in one pass over memory.
+    """
+
+    residual: torch.Tensor                  # (B, T, d)
+    pending: torch.Tensor | None = None     # (B, T, d), the last branch's output; None at the start
+
+    def normalised(self, weight, operations: Operations):
+        """R, and what the next branch or the head reads of it: (B, T, d) each."""
+        if self.pending is None:
+            return self.residual, F.rms_norm(self.residual, weight.shape, weight, 1e-6)
+        return operations.add_rmsnorm(self.residual, self.pending, weight)
+
+    def settled(self) -> Stream:
+        return Stream(self.residual if self.pending is None else self.residual + self.pending, None)
 
 
 class PreNormLayer(nn.Module):
@@ -363,9 +446,9 @@ class PreNormLayer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.norm = nn.RMSNorm(config.n_embd, eps=1e-6)
 
-    def forward(self, stream: Stream, choose, context: Context):
-        residual, _ = stream
-        return Stream(residual + self.dropout(self.branch(self.norm(residual), None, context)), None), None
+    def forward(self, stream: PreNormStream, choose, context: Context):
+        residual, x = stream.normalised(self.norm.weight, context.operations)
+        return PreNormStream(residual, self.dropout(self.branch(x, x, None, context))), None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -394,8 +477,8 @@ def kept_count(rate: float, n: int) -> int:
 class Depth:
     """Which tokens each layer runs for: all of them, unless a subclass says otherwise."""
 
-    def rows(self, layer: int, score):
-        """The kept tokens of score (B, T), ascending in the flattened N: (k,) int64. None: all."""
+    def rows(self, layer: int, score) -> Rows | None:
+        """The kept tokens of score (B, T). None: all."""
         return None
 
     def drops(self, layer: int) -> bool:
@@ -417,7 +500,7 @@ class TopShare(Depth):
         k = kept_count(self.rates[layer], score.numel())
         if k == score.numel():
             return None
-        return score.flatten().topk(k, sorted=False).indices.sort().values
+        return rows_of(score.flatten().topk(k, sorted=False).indices.sort().values, score.numel())
 
 
 class RandomShare(TopShare):
@@ -436,8 +519,7 @@ class AboveCut(Depth):
     def rows(self, layer: int, score):
         if self.cuts[layer] == -math.inf:
             return None
-        kept = (score > self.cuts[layer]).flatten().nonzero().squeeze(1)
-        return None if len(kept) == score.numel() else kept
+        return rows_of((score > self.cuts[layer]).flatten().nonzero().squeeze(1), score.numel())
 
 
 class MeasureCuts(TopShare):
@@ -516,7 +598,13 @@ class NAGTransformer(nn.Module):
             self.register_buffer("default_cuts", torch.full((n_layers,), torch.nan))        # and its own thresholds
         else:
             self.final_norm = nn.RMSNorm(config.n_embd, eps=1e-6)
+        self.operations = PLAIN
         self.init_weights()
+
+    def use_kernels(self, kernels: str = "auto") -> "NAGTransformer":
+        """Let `operations` choose the stream's functions, for the device that the model is on. Returns the model."""
+        self.operations = operations(kernels, self.unembedding.weight.device)
+        return self
 
     @torch.no_grad()
     def init_weights(self):
@@ -556,8 +644,8 @@ class NAGTransformer(nn.Module):
         """tokens (B, T) -> Stream. A row of the table is centred and normalised; all tokens start with one norm [R]."""
         rows = self.embedding(tokens)                                                            # (B, T, d)
         if self.config.residual == "prenorm":
-            return Stream(rows, None)
-        log_norm = self.log_norm_start.expand(tokens.shape)
+            return PreNormStream(rows)
+        log_norm = self.log_norm_start.repeat(tokens.shape)
         direction = F.rms_norm(rows - rows.mean(-1, keepdim=True), rows.shape[-1:], eps=1e-12)
         device = direction.device.type
         if torch.is_autocast_enabled(device):                   # decided once, here: branches and updates follow
@@ -576,7 +664,8 @@ class NAGTransformer(nn.Module):
         which so acts as an inverse temperature [R for the 1/√d].
         """
         if self.config.residual == "prenorm":
-            logits = self.unembedding(self.final_norm(stream.direction))
+            _, x = stream.normalised(self.final_norm.weight, self.operations)
+            logits = self.unembedding(x)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         else:
             logits = F.linear(stream.direction, self.unit_table() if unit_table is None else unit_table)
@@ -594,7 +683,7 @@ class NAGTransformer(nn.Module):
         stream = self.embed(tokens)
         table_dtype = torch.promote_types(self.unembedding.weight.dtype, torch.float32)
         cos, sin = rotary(positions.unsqueeze(1), self.config.n_embd // self.config.n_head, table_dtype)
-        context, choose = Context(cos, sin, mask, cache), None
+        context, choose = Context(cos, sin, mask, cache, self.operations), None
         if depth is not None:
             ties = 1e-4 * tie_break(positions, len(self.layers))                                 # (L, B or 1, T)
         for l, layer in enumerate(self.layers):
@@ -606,7 +695,8 @@ class NAGTransformer(nn.Module):
             before = stream
             stream, rows = layer(stream, choose, context)
             if watch is not None:
-                watch(l, before, stream, rows)
+                nag = self.config.residual == "nag"
+                watch(l, before if nag else before.settled(), stream if nag else stream.settled(), rows)
         return stream
 
     def forward(self, tokens, depth=None, cache: KVCache | None = None, watch=None) -> torch.Tensor:
@@ -615,7 +705,7 @@ class NAGTransformer(nn.Module):
         depth: who runs, a TopShare, AboveCut, RandomShare or StaticDrop; None: every layer for every token.
         cache: tokens are the next T of each sequence. Without one they start at position 0; a text longer than
         block_size is attended through a band of that width, which is what decoding with the cache computes.
-        watch: called after each layer with its number, the streams before and after, and the rows it ran for.
+        watch: called after each layer with its number, the streams before and after, and the Rows it ran for, or None.
         """
         stream = self.run_layers(tokens, depth, cache, watch)
         if cache is None or self.config.residual == "prenorm":
@@ -923,7 +1013,7 @@ def choose_device(name: str = "auto") -> torch.device:
     return torch.device(wanted)
 
 
-def model_from(checkpoint: dict, device="cpu", path="checkpoint") -> NAGTransformer:
+def model_from(checkpoint: dict, device="cpu", path="checkpoint", kernels: str = "auto") -> NAGTransformer:
     """The model in a checkpoint that `read_checkpoint` returned; `path` is for the message of a ModelError."""
     try:
         model = NAGTransformer(Config(**checkpoint["config"])).to(device)
@@ -931,13 +1021,13 @@ def model_from(checkpoint: dict, device="cpu", path="checkpoint") -> NAGTransfor
         model.load_state_dict(tables | checkpoint["model"])
     except (TypeError, RuntimeError) as error:
         raise ModelError(f"{path}: its config and weights do not fit this model.py ({error})") from error
-    return model
+    return model.use_kernels(kernels)
 
 
-def load_checkpoint(path: Path, device="cpu") -> tuple[NAGTransformer, dict]:
+def load_checkpoint(path: Path, device="cpu", kernels: str = "auto") -> tuple[NAGTransformer, dict]:
     """Model in evaluation mode, and the meta of the data it was trained on (prepare_data.encoding_from_meta reads it).
 
-    Raises ModelError as `read_checkpoint` does.
+    kernels: who computes the stream's functions, as `operations` says. Raises ModelError as `read_checkpoint` does.
     """
     checkpoint = read_checkpoint(path)
-    return model_from(checkpoint, device, path).eval(), checkpoint["meta"]
+    return model_from(checkpoint, device, path, kernels).eval(), checkpoint["meta"]

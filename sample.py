@@ -49,6 +49,8 @@ def parse_args(argv=None):
                        help="draw it, layers × tokens (needs matplotlib)")
     system = parser.add_argument_group("system")
     system.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
+    system.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto",
+                        help="of the residual stream; auto: Triton on a GPU that has it, else PyTorch")
     args = parser.parse_args(argv)
     if args.interactive and (args.depth_json or args.depth_png):
         parser.error("--interactive: has no end at which a depth file could be written; use --prompt or --show_depth")
@@ -78,7 +80,7 @@ class DepthMap:
         T = before.direction.size(1)
         if layer == 0:
             self.ran += [[False] * self.n_layers for _ in range(T)]
-        for row in range(T) if rows is None else rows.tolist():
+        for row in range(T) if rows is None else rows.kept.tolist():
             self.ran[row - T][layer] = True
 
     def without(self, n: int) -> "DepthMap":
@@ -213,7 +215,7 @@ def write(model, encoding, prompt: bytes, args, cuts, seed: int, seen: DepthMap)
 
 
 def run(args):
-    model, meta = load_checkpoint(args.checkpoint, choose_device(args.device))
+    model, meta = load_checkpoint(args.checkpoint, choose_device(args.device), args.kernels)
     encoding = encoding_from_meta(meta)
     rate = args.skip_rate[0] if args.skip_rate and len(args.skip_rate) == 1 else args.skip_rate
     cuts = model.cuts_for(rate, args.depth_budget, args.allocation)

@@ -103,6 +103,8 @@ def parse_args(argv=None) -> argparse.Namespace:
                         help="of matrix products; auto: bfloat16 where the GPU has it")
     system.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
                         help="torch.compile; None: on CUDA only")
+    system.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto",
+                        help="of the residual stream; auto: Triton on a GPU that has it, else PyTorch")
     system.add_argument("--threads", type=positive_int, default=None, help="CPU threads; None: PyTorch's choice")
 
     args = parser.parse_args(argv)
@@ -348,7 +350,7 @@ class Evaluator:
         nats = bytes_scored = 0.0
 
         def watch(layer, before, after, rows):
-            count = before.direction[..., 0].numel() if rows is None else len(rows)
+            count = before.direction[..., 0].numel() if rows is None else len(rows.kept)
             ran[layer] += count
             if before.log_norm is not None:     # the norm's growth tells the realised gain, and so the angle
                 realised = torch.expm1(2 * (after.log_norm - before.log_norm)).clamp_min(0).sqrt()
@@ -510,11 +512,11 @@ def build(args, origin: dict | None, meta: dict, device):
     """Model and optimizers of a run, new or as a checkpoint has them; and the steps and FLOPs done."""
     torch.manual_seed(args.seed)
     if origin:
-        model = model_from(origin, device, args.init_from or args.out_dir / "ckpt.pt")
+        model = model_from(origin, device, args.init_from or args.out_dir / "ckpt.pt", args.kernels)
     else:
         alpha = {"alpha_scale": 0.7, "alpha_power": 0.0} if args.optimizer == "adamw" else {}
         shape = {flag: getattr(args, flag) for flag in MODEL_FLAGS}
-        model = NAGTransformer(Config(vocab_size=meta["vocab_size"], **shape, **alpha)).to(device)
+        model = NAGTransformer(Config(vocab_size=meta["vocab_size"], **shape, **alpha)).to(device).use_kernels(args.kernels)
     optimizers = model.configure_optimizers(args.optimizer, args.learning_rate, args.matrix_learning_rate,
                                             args.gate_learning_rate, args.weight_decay)
     if not (args.resume and origin):

@@ -9,6 +9,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")       # as train.py does, and a
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"        # kernels run on the CPU; before Triton is imported
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import tiny_model, tiny_tokens
 from model import (AboveCut, Context, KVCache, ModelError, RandomShare, StaticDrop, TopShare, kept_count,
-                   load_checkpoint, nag_update, rotary, save_checkpoint, tie_break)
+                   load_checkpoint, nag_update, rotary, rows_of, save_checkpoint, tie_break)
 
 L = 6           # layers of the tiny model: 3 blocks
 
@@ -28,7 +28,7 @@ def kept_masks(model, tokens, depth, cache=None):
     ran = torch.zeros(len(model.layers), *tokens.shape, dtype=torch.bool)
 
     def watch(layer, before, after, rows):
-        ran[layer].view(-1)[slice(None) if rows is None else rows] = True
+        ran[layer].view(-1)[slice(None) if rows is None else rows.kept] = True
     return model(tokens, depth, cache, watch), ran
 
 
@@ -42,7 +42,7 @@ def test_skipped_tokens_pass_both_lanes_to_the_last_bit(dtype):
 
     def watch(layer, before, after, rows):
         out = torch.ones(tokens.numel(), dtype=torch.bool)
-        out[rows] = False
+        out[rows.kept] = False
         for a, b in ((before.direction, after.direction), (before.log_norm, after.log_norm)):
             assert torch.equal(a.flatten(0, 1)[out], b.flatten(0, 1)[out])
             assert not torch.equal(a.flatten(0, 1)[~out], b.flatten(0, 1)[~out])
@@ -61,7 +61,7 @@ def test_update_of_some_rows_equals_a_masked_update_of_all(k):
     rows = torch.randperm(7)[:k].sort().values
     mask = torch.zeros(7, dtype=torch.bool)
     mask[rows] = True
-    found = nag_update(direction, out[rows], gain, log_norm, rows)
+    found = nag_update(direction, out[rows], gain, log_norm, rows_of(rows, 7))
     dense = nag_update(direction, out, gain, log_norm)
     expected = (torch.where(mask[:, None], dense.direction, direction), torch.where(mask, dense.log_norm, log_norm))
     grads = torch.randn(7, 24).double(), torch.randn(7).double()
@@ -82,7 +82,8 @@ def masked_forward(model, tokens, rates):
         mask = torch.zeros(len(score), dtype=torch.bool)
         mask[kept] = True
         mask = mask.view(tokens.shape)
-        after = nag_update(stream.direction, layer.branch(stream.direction, None, Context(cos, sin, None)), layer.alpha * m, stream.log_norm)
+        out = layer.branch(stream.direction, stream.direction, None, Context(cos, sin, None))
+        after = nag_update(stream.direction, out, layer.alpha * m, stream.log_norm)
         stream = type(stream)(torch.where(mask[..., None], after.direction, stream.direction),
                               torch.where(mask, after.log_norm, stream.log_norm))
     return model.head(stream)
@@ -213,7 +214,7 @@ def test_decoding_equals_the_full_forward_pass_at_every_rate_and_position(rate, 
         T = before.direction.size(1)
         if layer == 0:
             ran.extend([[False] * L for _ in range(T)])
-        for row in range(T) if rows is None else rows.tolist():
+        for row in range(T) if rows is None else rows.kept.tolist():
             ran[row - T][layer] = True
     logits, cache = model.prefill(text[0, :prompt_length], cuts, watch)
     for position in range(prompt_length, 45):
@@ -233,7 +234,7 @@ def test_in_float32_flips_at_a_cut_are_rare():
     for position in range(1, 200):
         def watch(layer, before, after, rows):
             nonlocal flips
-            flips += bool(rows is None or len(rows)) != bool(kept[layer, 0, position])
+            flips += bool(rows is None or len(rows.kept)) != bool(kept[layer, 0, position])
         model.decode_one_token(text[0, position:position + 1], cache, cuts, watch)
     print(f"{flips} of {199 * L} choices flipped")
     assert flips <= 2

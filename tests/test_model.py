@@ -157,7 +157,7 @@ def path_of(model, tokens):
     context = Context(cos, sin, None)
     for layer in model.layers:
         gain = layer.alpha * layer.modulate(stream.direction)
-        out = layer.branch(stream.direction, None, context)
+        out = layer.branch(stream.direction, stream.direction, None, context)
         after, _ = layer(stream, None, context)
         yield stream, gain, out, after
         stream = after

@@ -338,7 +338,7 @@ def test_evaluations_log_share_gain_and_angle_of_each_layer(quarter):
     model = found.model
 
     def watch(layer, before, after, rows):      # measured anew: gain as α·m, angle between the streams
-        module, kept = model.layers[layer], slice(None) if rows is None else rows
+        module, kept = model.layers[layer], slice(None) if rows is None else rows.kept
         gains[layer] = (module.alpha * module.modulate(before.direction)).flatten()[kept].mean().item()
         angles[layer] = train.angle_between(before.direction, after.direction).flatten()[kept].mean().item()
     with torch.no_grad():
