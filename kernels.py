@@ -22,7 +22,7 @@ activations. Only inputs are kept for the backward pass, which computes the rest
     nag_update                          3: r, f, r'              5: G, r, f, dr, df
     nag_update, share k of rows kept    2 + k                    2 + 3k
     gather_rows                         2k                       2 + k
-    modulator                           1                        3: r, and twice dr by library matrix products
+    modulator                           1                        2: r, dr, by library matrix products
     add_rmsnorm (the baseline)          4: x, f, x + f, norm     4: x + f, two gradients, one gradient
 
 All statistics are float32. A row's result depends on that row only, and there are no atomics: equal inputs give equal bits.
@@ -97,12 +97,12 @@ def check_stream(r: Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def place(program, n_rows, d: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A program's rows (R,), which of them exist (R,), which lanes hold a feature (R, BLOCK_D), and the offsets of these.
+def place(first, n_rows, d: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows from `first` on (R,), which of them exist (R,), which lanes hold a feature (R, BLOCK_D), and the offsets of these.
 
     Offsets are int64: a million tokens of width 2048 pass 2³¹.
     """
-    row = (program * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    row = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     exists = row < n_rows
     return row, exists, exists[:, None] & (column < d)[None, :], row[:, None] * d + column[None, :]
@@ -147,7 +147,7 @@ def nag_update_forward_kernel(r_ptr, f_ptr, g_ptr, s_ptr, inverse_ptr, r_new_ptr
     Bytes a row: d·(r + f + r') and 12 or 16; of a skipped row d·(r + r') and 16. Statistics are float32.
     inverse_ptr: for each row its place in f, −1 if it is skipped; None: f has all rows.
     """
-    row, exists, inside, at = place(tl.program_id(0), n_rows, d, BLOCK_ROWS, BLOCK_D)
+    row, exists, inside, at = place(tl.program_id(0) * BLOCK_ROWS, n_rows, d, BLOCK_ROWS, BLOCK_D)
     kept, at_f = exists, at
     if inverse_ptr is not None:
         source = tl.load(inverse_ptr + row, mask=exists, other=-1).to(tl.int64)
@@ -171,7 +171,7 @@ def nag_update_backward_kernel(G_ptr, D_ptr, r_ptr, f_ptr, g_ptr, inverse_ptr, d
     A skipped row has dr = G and dg = 0, and no row of df. Bytes a row: d·(G + r + f + dr + df) and 12 or 16; of a skipped
     row d·(G + dr) and 8. Statistics are float32.
     """
-    row, exists, inside, at = place(tl.program_id(0), n_rows, d, BLOCK_ROWS, BLOCK_D)
+    row, exists, inside, at = place(tl.program_id(0) * BLOCK_ROWS, n_rows, d, BLOCK_ROWS, BLOCK_D)
     kept, at_f = exists, at
     if inverse_ptr is not None:
         source = tl.load(inverse_ptr + row, mask=exists, other=-1).to(tl.int64)
@@ -266,7 +266,7 @@ def nag_update(direction: Tensor, out: Tensor, gain: Tensor, log_norm: Tensor, r
 def gather_rows_backward_kernel(G_ptr, dk_ptr, inverse_ptr, dr_ptr, n_rows, d: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                                 BLOCK_D: tl.constexpr):
     """dr = G + dk[inverse], or G where the row was not gathered: (N, d). Bytes a row: d·(G + dr), of a kept one d·dk more."""
-    row, exists, inside, at = place(tl.program_id(0), n_rows, d, BLOCK_ROWS, BLOCK_D)
+    row, exists, inside, at = place(tl.program_id(0) * BLOCK_ROWS, n_rows, d, BLOCK_ROWS, BLOCK_D)
     source = tl.load(inverse_ptr + row, mask=exists, other=-1).to(tl.int64)
     kept, at_dk = source >= 0, at + ((source - row) * d)[:, None]
     G = tl.load(G_ptr + at, mask=inside, other=0.0)
@@ -448,15 +448,15 @@ def modulator(direction: Tensor, preferred: Tensor, bias: Tensor, mix: Tensor, b
 # ---------------------------------------------------------------------------------------------------------------------
 # add_rmsnorm: the baseline's residual, so that the two are compared with equal care
 #
-#     y = x + f      a = (mean y² + ε)^−½      n = a·y ⊙ w
-#     with v = dn ⊙ w:   dx = df = dy + a·(v − a²·mean(v·y)·y)        dw = Σ_rows dn·a·y
+#     y = x + f      a = (mean y² + ε)^−½      ŷ = a·y      n = ŷ ⊙ w
+#     with v = dn ⊙ w:      dx = df = dy + a·(v − mean(v·ŷ)·ŷ)      dw = Σ_rows dn ⊙ ŷ
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def add_rmsnorm_forward_kernel(x_ptr, f_ptr, w_ptr, y_ptr, n_ptr, n_rows, d: tl.constexpr, eps: tl.constexpr,
                                BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """y = x + f in x's dtype and n in f's, from y as it is stored. Bytes a row: d·(x + f + y + n). Statistics are float32."""
-    row, exists, inside, at = place(tl.program_id(0), n_rows, d, BLOCK_ROWS, BLOCK_D)
+    row, exists, inside, at = place(tl.program_id(0) * BLOCK_ROWS, n_rows, d, BLOCK_ROWS, BLOCK_D)
     column = tl.arange(0, BLOCK_D)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     y = (x.to(tl.float32) + tl.load(f_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
@@ -477,16 +477,17 @@ def add_rmsnorm_backward_kernel(dy_ptr, dn_ptr, y_ptr, w_ptr, dx_ptr, dw_ptr, n_
     column = tl.arange(0, BLOCK_D)
     w = tl.load(w_ptr + column, mask=column < d, other=0.0).to(tl.float32)[None, :]
     dw = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
-    for program in range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0)):
-        row, exists, inside, at = place(program, n_rows, d, BLOCK_ROWS, BLOCK_D)
+    for first in range(tl.program_id(0) * BLOCK_ROWS, n_rows, tl.num_programs(0) * BLOCK_ROWS):
+        row, exists, inside, at = place(first, n_rows, d, BLOCK_ROWS, BLOCK_D)
         dy = tl.load(dy_ptr + at, mask=inside, other=0.0)
         dn = tl.load(dn_ptr + at, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
         a = tl.rsqrt(mean(y * y, d) + eps)
+        y_hat = a * y
+        dw += dn * y_hat
         v = dn * w
-        dx = dy.to(tl.float32) + a * (v - a * a * mean(v * y, d) * y)
+        dx = dy.to(tl.float32) + a * (v - mean(v * y_hat, d) * y_hat)
         tl.store(dx_ptr + at, dx.to(dy.dtype), mask=inside)
-        dw += dn * a * y
     tl.store(dw_ptr + tl.program_id(0) * d + column, tl.sum(dw, axis=0), mask=column < d)
 
 

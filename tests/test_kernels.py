@@ -367,18 +367,18 @@ def test_each_byte_is_read_or_written_once(name, monkeypatch):
 
 
 @triton.jit
-def far_place_kernel(row_ptr, at_ptr, program, d: tl.constexpr):
-    row, exists, inside, at = kernels.place(program, 2**31 - 1, d, 2, 16)
+def far_place_kernel(row_ptr, at_ptr, first, d: tl.constexpr):
+    row, exists, inside, at = kernels.place(first, 2**31 - 1, d, 2, 16)
     tl.store(row_ptr + tl.arange(0, 2), row)
     tl.store(at_ptr + tl.arange(0, 2)[:, None] * 16 + tl.arange(0, 16)[None, :], at)
 
 
 def test_offsets_do_not_wrap_beyond_two_to_the_31():
-    program, d = 10**6, 8192
+    first, d = 2 * 10**6, 8192
     row, at = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.zeros((2, 16), dtype=torch.int64, device=DEVICE)
-    far_place_kernel[(1,)](row, at, program, d=d)
-    assert row.tolist() == [2 * program, 2 * program + 1]
-    assert at[1, 3].item() == (2 * program + 1) * d + 3 > 2**31
+    far_place_kernel[(1,)](row, at, first, d=d)
+    assert row.tolist() == [first, first + 1]
+    assert at[1, 3].item() == (first + 1) * d + 3 > 2**31
 
 
 # ---- PyTorch --------------------------------------------------------------------------------------------------------
