@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import tiny_model, tiny_tokens
-from model import (AboveCut, Context, KVCache, ModelError, RandomShare, StaticDrop, TopShare, kept_count,
+from model import (AboveCut, Context, KVCache, MeasureCuts, ModelError, RandomShare, StaticDrop, TopShare, kept_count,
                    load_checkpoint, nag_update, rotary, rows_of, save_checkpoint, tie_break)
 
 L = 6           # layers of the tiny model: 3 blocks
@@ -104,6 +104,16 @@ def test_gathered_computation_equals_the_dense_masked_reference_in_values_and_gr
     parameters = list(model.parameters())
     grads = torch.autograd.grad(found, parameters, weight), torch.autograd.grad(expected, parameters, weight)
     assert_close(*grads)
+
+
+def test_rows_are_unique_ascending_and_name_their_inverse_also_among_ties():
+    score = torch.tensor([[0.5, 0.2, 0.5, 0.5], [0.2, 0.5, 0.9, 0.2]])
+    for depth in (TopShare([0.5]), RandomShare([0.5]), AboveCut([0.4]), MeasureCuts([0.5])):
+        kept, inverse = depth.rows(0, score)
+        assert kept.tolist() == sorted(set(kept.tolist())) and 0 < len(kept) < 8
+        assert inverse.dtype == torch.int32
+        assert [n for n in range(8) if inverse[n] >= 0] == kept.tolist()
+        assert inverse[kept].tolist() == list(range(len(kept)))
 
 
 def test_no_kept_row_gives_zero_gradients_not_none_or_nan():

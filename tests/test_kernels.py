@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from conftest import ROOT, tiny_model, tiny_tokens
+import train
+from conftest import ROOT, fails, tiny_model, tiny_tokens
 from model import PLAIN, ModelError, Rows, TopShare, operations, rows_of
 
 kernels = pytest.importorskip("kernels", reason="Triton is not installed")
@@ -504,6 +505,12 @@ def test_who_computes_is_chosen_in_one_place(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(ModelError, match="--kernels triton: runs on NVIDIA and AMD GPUs, found the device cpu"):
         operations("triton", cpu)
+
+
+def test_training_with_kernels_where_they_cannot_run_is_refused(tmp_path, python_text, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    flags = ["--data", python_text, "--out_dir", tmp_path / "out", "--kernels", "triton", "--device", "cpu"]
+    assert "--kernels triton: runs on NVIDIA and AMD GPUs" in fails(train.main, flags, capsys)
 
 
 def test_kernels_are_imported_without_a_gpu_and_the_model_without_triton(tmp_path):
