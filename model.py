@@ -957,7 +957,7 @@ def model_from(checkpoint: dict, device="cpu", path="checkpoint") -> NAGTransfor
 
     try:
         config, weights = Config(**checkpoint["config"]), checkpoint["model"]
-    except TypeError as error:
+    except (TypeError, ModelError) as error:
         refuse(error)
     entries = sum(weight.numel() for weight in weights.values() if isinstance(weight, torch.Tensor))
     if entries < config.least_params:       # before a model is built that may be larger than the machine

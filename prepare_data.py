@@ -124,11 +124,23 @@ def skip_rates(text: str) -> list[float]:
     return [skip_rate(part) for part in text.split(",")]
 
 
-def path_type(text: str) -> Path:
+def path_text(text: str) -> str:
     """A type for argparse: the name of a file or folder, which "" is not, though Path takes it for the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("found '', expected the name of a file or folder")
-    return Path(text)
+    try:
+        os.lstat(text)
+        possible = True
+    except OSError as error:
+        possible = text != "" and error.errno != errno.ENAMETOOLONG
+    except ValueError:  # a null character
+        possible = False
+    if not possible:
+        raise argparse.ArgumentTypeError(f"found {text!r:.60}, expected the name of a file or folder")
+    return text
+
+
+def path_type(text: str) -> Path:
+    """The same as a Path."""
+    return Path(path_text(text))
 
 
 def forgive_output():
@@ -540,14 +552,14 @@ def prepare(paths: Sequence[str | Path], encoding_name: str, out_dir: str | Path
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     source = parser.add_argument_group("what to read")
-    source.add_argument("paths", nargs="*", metavar="PATH", help="files, each a document, and folders, from which all "
+    source.add_argument("paths", nargs="*", type=path_text, metavar="PATH", help="files, each a document, and folders, from which all "
                         "files are taken that are UTF-8 text and not hidden (default: --source stdlib)")
     source.add_argument("--source", choices=["stdlib"],
                         help="stdlib: the *.py files of Python's own library, without its tests; no download")
     target = parser.add_argument_group("what to write")
     target.add_argument("--encoding", default="bytes", metavar="NAME",
                         help="bytes, or an encoding of tiktoken's, downloaded once: gpt2, cl100k_base, ...")
-    target.add_argument("--out_dir", metavar="DIR", help="a new folder for the shards and meta.json "
+    target.add_argument("--out_dir", type=path_text, metavar="DIR", help="a new folder for the shards and meta.json "
                         "(default: data/stdlib, or data/ and the name of the first PATH without its ending)")
     args = parser.parse_args(argv)
     if args.paths and args.source:
@@ -556,10 +568,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None):
-    forgive_output()
-    args = parse_args(argv)
-    meta, skipped = exit_on_user_error(prepare, args.paths, args.encoding, args.out_dir)
+def run(args: argparse.Namespace):
+    meta, skipped = prepare(args.paths, args.encoding, args.out_dir)
     for split, counts in meta["splits"].items():
         say(f"{split + ':':6} " + ", ".join(f"{count:,} {unit}" for unit, count in counts.items()))
     if skipped:
@@ -567,6 +577,11 @@ def main(argv: Sequence[str] | None = None):
             + (", ..." if len(skipped) > 5 else ""))
     say(f"{args.out_dir}: {len(meta['sha256'])} shards and meta.json, encoding {meta['encoding']}")
     say(f"next: python train.py --data {shlex.quote(args.out_dir)}")
+
+
+def main(argv: Sequence[str] | None = None):
+    forgive_output()
+    exit_on_user_error(run, parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from prepare_data import (Parser, UserError, encoding_from_meta, exit_on_user_error, forgive_output, non_negative_float,
+from prepare_data import (Parser, UserError, check_meta, encoding_from_meta, exit_on_user_error, forgive_output, non_negative_float,
                           non_negative_int, number_type, path_type, positive_float, positive_int, seed_number, skip_rates)
 
 share = number_type(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
@@ -246,6 +246,7 @@ def write(model, encoding, prompt: bytes, args, cuts, seed: int, seen: DepthMap)
 def run(args):
     check_depth_files(args)
     model, meta = load_checkpoint(args.checkpoint, choose_device(args.device))
+    check_meta(meta, f"checkpoint {args.checkpoint}")
     encoding = encoding_from_meta(meta)
     rate = args.skip_rate[0] if args.skip_rate and len(args.skip_rate) == 1 else args.skip_rate
     cuts = model.cuts_for(rate, args.depth_budget, args.allocation)

@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 
 import prepare_data
-from prepare_data import (Parser, UserError, check_meta, encoding_from_meta, exit_on_user_error, find_shards, non_negative_float,
-                          forgive_output, non_negative_int, number_type, path_type, positive_float, positive_int, read_meta, seed_number,
-                          skip_rates)
+from prepare_data import (Parser, UserError, check_meta, encoding_from_meta, exit_on_user_error, find_shards, forgive_output,
+                          non_negative_float, non_negative_int, number_type, path_text, path_type, positive_float,
+                          positive_int, read_meta, seed_number, skip_rates)
 
 DEFAULT_DATA = "data/stdlib"
 DEFAULT_SKIP_RATE = "random:0.5"        # one checkpoint for every rate; see the README's table for what it costs
@@ -35,11 +35,6 @@ RUN_FLAGS = MODEL_FLAGS + ("seed", "batch_tokens", "micro_batch", "optimizer", "
 
 
 thread_count = number_type(int, lambda value: 1 <= value <= 1024, "a whole number from 1 to 1024")
-
-
-def text_type(text: str) -> str:
-    """The name of a folder, or a glob."""
-    return path_type(text) and text
 
 
 def skip_rate_text(text: str) -> str:
@@ -54,8 +49,8 @@ def flag_parser() -> Parser:
     """All flags."""
     parser = Parser(description="Train a NAG Transformer or its pre-norm baseline.")
     data = parser.add_argument_group("data")
-    data.add_argument("--data", type=text_type, default=DEFAULT_DATA, help="folder or glob of token shards; the default is made if missing")
-    data.add_argument("--val_data", type=text_type, default=None, help="folder or glob of validation shards; None: the *val* ones of --data")
+    data.add_argument("--data", type=path_text, default=DEFAULT_DATA, help="folder or glob of token shards; the default is made if missing")
+    data.add_argument("--val_data", type=path_text, default=None, help="folder or glob of validation shards; None: the *val* ones of --data")
     data.add_argument("--out_dir", type=path_type, default=Path("out"), help="folder for the checkpoint and the log")
     origin = data.add_mutually_exclusive_group()
     origin.add_argument("--init_from", type=path_type, default=None, metavar="CKPT",
