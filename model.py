@@ -24,6 +24,7 @@ import itertools
 import math
 import os
 import pickle
+import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple, Sequence
@@ -78,6 +79,12 @@ class Config:
     @property
     def padded_vocab_size(self) -> int:
         return -(-self.vocab_size // 64) * 64
+
+    @property
+    def least_params(self) -> int:
+        """Entries of embeddings, branches and preferred directions: all parameters but a few a layer, without a model."""
+        directions = 2 * self.n_directions if self.residual == "nag" else 0
+        return self.n_embd * (2 * self.padded_vocab_size + self.n_layer * (12 * self.n_embd + directions))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -493,11 +500,13 @@ class TopShare(Depth):
     whole batch, later tokens included: it is not causal, which is why losses are measured with `AboveCut`.
     """
 
-    def __init__(self, rates: Sequence[float]):
+    def __init__(self, rates: Sequence[float], n_tokens: int | None = None):
+        """n_tokens: B·T, where it is known; a compiled step can then take the counts as symbols, see train.py."""
         self.rates = tuple(rates)
+        self.counts = None if n_tokens is None else [kept_count(rate, n_tokens) for rate in rates]
 
     def rows(self, layer: int, score):
-        k = kept_count(self.rates[layer], score.numel())
+        k = self.counts[layer] if self.counts else kept_count(self.rates[layer], score.numel())
         if k == score.numel():
             return None
         return rows_of(score.flatten().topk(k, sorted=False).indices.sort().values, score.numel())
@@ -549,17 +558,17 @@ def layer_rates(rate, n_layers: int) -> list[float]:
     """One rate a layer from one number for all, or from a list of them. ModelError outside of [0, 1) or of L entries."""
     rates = [float(x) for x in rate] if isinstance(rate, (list, tuple)) else [float(rate)] * n_layers
     if len(rates) != n_layers:
-        raise ModelError(f"skip rate: {len(rates)} numbers, expected one or {n_layers} (2·n_layer)")
+        raise ModelError(f"skip_rate: {len(rates)} numbers, expected one or {n_layers} (2·n_layer)")
     for x in rates:
         if not 0 <= x < 1:
-            raise ModelError(f"skip rate {x:g}: expected at least 0 and below 1; try 0.25")
+            raise ModelError(f"skip_rate {x:g}: expected at least 0 and below 1; try 0.25")
     return rates
 
 
 def rate_from_depth(depth_budget: float, n_layers: int) -> float:
     """The skip rate that leaves each token `depth_budget` of its n_layers layers, on average."""
     if not 0 < depth_budget <= n_layers:
-        raise ModelError(f"depth budget {depth_budget:g}: expected above 0 and at most {n_layers} (2·n_layer) layers")
+        raise ModelError(f"depth_budget {depth_budget:g}: expected above 0 and at most {n_layers} (2·n_layer) layers")
     return 1 - depth_budget / n_layers
 
 
@@ -748,10 +757,10 @@ class NAGTransformer(nn.Module):
     def table(self) -> list[list[float]]:
         """For each layer its cuts at RATES. ModelError where there are none."""
         if self.config.residual != "nag":
-            raise ModelError("skip rate: a pre-norm model has no modulator to skip by; it can only drop whole layers "
+            raise ModelError("skip_rate: a pre-norm model has no modulator to skip by; it can only drop whole layers "
                              "(train.py --eval_only --choose static)")
         if not self.can_skip():
-            raise ModelError("skip rate: the checkpoint has no threshold table, so it runs at full depth only (skip rate "
+            raise ModelError("skip_rate: the checkpoint has no threshold table, so it runs at full depth only (skip rate "
                              "0); train.py writes the table at each evaluation")
         return self.quantiles.T.tolist()
 
@@ -782,7 +791,7 @@ class NAGTransformer(nn.Module):
             raise ModelError(f"allocation {allocation!r}: expected per_layer or global")
         n_layers = len(self.layers)
         if skip_rate is not None and depth_budget is not None:
-            raise ModelError("skip rate and depth budget: the same thing twice; give one of them")
+            raise ModelError("skip_rate and depth_budget: the same thing twice; give one of them")
         if depth_budget is not None:
             skip_rate = rate_from_depth(depth_budget, n_layers)
         if skip_rate is None:
@@ -969,8 +978,11 @@ def save_checkpoint(path: Path, model: NAGTransformer, meta: dict, **entries):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except RuntimeError as error:       # torch's writer turns a failed write, such as on a full disk, into this
-        raise OSError(errno.EIO, "a write failed; is the disk full?") from error
+    except (OSError, RuntimeError) as error:    # torch's writer turns a failed write, such as on a full disk, into the latter
+        reason = error.strerror if isinstance(error, OSError) else "a write failed; is the disk full?"
+        needed = sum(leaf.nbytes for _, leaf in leaves(checkpoint) if isinstance(leaf, torch.Tensor))
+        raise OSError(errno.EIO, f"{reason}, {needed:,} bytes needed, {shutil.disk_usage(path.parent).free:,} free",
+                      str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -981,8 +993,11 @@ def read_checkpoint(path: Path) -> dict:
     Raises ModelError where the file is missing, is not one of ours, or fails its digests.
     """
     path = Path(path)
-    if not path.is_file():
-        found = "a folder" if path.is_dir() else "no such file"
+    try:
+        found = None if path.is_file() else "a folder" if path.is_dir() else "no such file"
+    except OSError as error:        # such as a name that is too long
+        found = error.strerror
+    if found:
         raise ModelError(f"checkpoint {path}: {found}; python train.py writes out/ckpt.pt")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -995,11 +1010,23 @@ def read_checkpoint(path: Path) -> dict:
     if not isinstance(checkpoint, dict) or "format" not in checkpoint:
         raise ModelError(f"checkpoint {path}: not a checkpoint of this project; python train.py writes out/ckpt.pt")
     for entry in ("config", "model", "meta", "sha256"):
-        if entry not in checkpoint:
-            raise ModelError(f"checkpoint {path}: has no {entry!r} entry, so it can be neither sampled nor resumed")
+        if not isinstance(checkpoint.get(entry), dict):
+            found = "is no dict" if entry in checkpoint else "is missing"
+            raise ModelError(f"checkpoint {path}: its {entry!r} entry {found}, so it can be neither sampled nor resumed")
+    for prefix in ("_orig_mod.", "module."):
+        if any(str(name).startswith(prefix) for name in checkpoint["model"]):
+            raise ModelError(f"checkpoint {path}: names of its weights begin with {prefix!r}, which a wrapper of the model has "
+                             f"put there; take the state_dict of the model itself")
     recorded = checkpoint.pop("sha256")
-    if recorded != digests(checkpoint):
+    try:
+        intact = recorded == digests(checkpoint)
+    except (RuntimeError, RecursionError, TypeError):      # a tensor or nesting of no kind that we write
+        intact = False
+    if not intact:
         raise ModelError(f"checkpoint {path}: its content does not match its SHA-256 digests; the file is damaged")
+    if checkpoint["meta"].get("vocab_size") != checkpoint["config"].get("vocab_size"):
+        raise ModelError(f"checkpoint {path}: vocab_size is {checkpoint['meta'].get('vocab_size')!r} in its meta, but "
+                         f"{checkpoint['config'].get('vocab_size')!r} in its config; take another checkpoint")
     return checkpoint
 
 
@@ -1015,12 +1042,22 @@ def choose_device(name: str = "auto") -> torch.device:
 
 def model_from(checkpoint: dict, device="cpu", path="checkpoint", kernels: str = "auto") -> NAGTransformer:
     """The model in a checkpoint that `read_checkpoint` returned; `path` is for the message of a ModelError."""
+    def refuse(why):
+        raise ModelError(f"{path}: its config and weights do not fit this model.py ({' '.join(str(why).split()):.300})")
+
     try:
-        model = NAGTransformer(Config(**checkpoint["config"])).to(device)
+        config, weights = Config(**checkpoint["config"]), checkpoint["model"]
+    except (TypeError, ModelError) as error:
+        refuse(error)
+    entries = sum(weight.numel() for weight in weights.values() if isinstance(weight, torch.Tensor))
+    if entries < config.least_params:       # before a model is built that may be larger than the machine
+        refuse(f"{entries:,} weights, its config asks for {config.least_params:,}")
+    try:
+        model = NAGTransformer(config).to(device)
         tables = {name: buffer for name, buffer in model.named_buffers()}       # may be missing: then it cannot skip
-        model.load_state_dict(tables | checkpoint["model"])
-    except (TypeError, RuntimeError) as error:
-        raise ModelError(f"{path}: its config and weights do not fit this model.py ({error})") from error
+        model.load_state_dict(tables | weights)
+    except (TypeError, AttributeError, RuntimeError) as error:      # load_state_dict raises each, by what is wrong
+        refuse(error)
     return model.use_kernels(kernels)
 
 

@@ -16,6 +16,7 @@ SHA-256 is a multiple of 50; where there are fewer than 50 documents, it gets th
 
 import argparse
 import contextlib
+import errno
 import functools
 import glob
 import hashlib
@@ -68,12 +69,32 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_on_user_error(function: Callable, *args: Any, errors: tuple[type[Exception], ...] = (UserError,)) -> Any:
-    """The function's result; one of `errors` becomes one line on standard error and exit status 2."""
+    """The function's result; one of `errors` becomes one line on standard error and exit status 2.
+
+    So does a full disk under standard output. A reader of it that has gone (| head) ends the program without a word.
+    """
     try:
-        return function(*args)
+        result = function(*args)
+        sys.stdout.flush()  # while a failure can still be answered
+        return result
     except errors as error:
-        print(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
+        message = " ".join(str(error).split())
+    except BrokenPipeError:
+        abandon_output()
+        raise SystemExit(130) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG) or error.filename:
+            raise
+        message = f"standard output: cannot be written ({error.strerror}); make room or send it elsewhere"
+        abandon_output()
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def abandon_output():
+    """Send what is still to be printed nowhere, so that Python does not stumble over it on its way out."""
+    with contextlib.suppress(OSError):  # not every standard output is a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def number_type(convert: Callable, allowed: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
@@ -84,13 +105,14 @@ def number_type(convert: Callable, allowed: Callable[[Any], bool], expected: str
         except ValueError:
             value = math.nan  # which no comparison allows
         if not allowed(value):
-            raise argparse.ArgumentTypeError(f"found {text!r}, expected {expected}")
+            raise argparse.ArgumentTypeError(f"found {text!r:.60}, expected {expected}")
         return value
     return parse
 
 
-positive_int = number_type(int, lambda value: value >= 1, "a whole number of at least 1")
-non_negative_int = number_type(int, lambda value: value >= 0, "a whole number of at least 0")
+# A count of 2^31 or more is a slip of the finger, which would end in a machine that swaps or a run that never ends.
+positive_int = number_type(int, lambda value: 1 <= value < 2**31, "a whole number of at least 1 and below 2^31")
+non_negative_int = number_type(int, lambda value: 0 <= value < 2**31, "a whole number of at least 0 and below 2^31")
 positive_float = number_type(float, lambda value: 0 < value < math.inf, "a finite number above 0")
 non_negative_float = number_type(float, lambda value: 0 <= value < math.inf, "a finite number of at least 0")
 seed_number = number_type(int, lambda value: 0 <= value < 2**63, "a whole number of at least 0 and below 2^63")
@@ -102,8 +124,32 @@ def skip_rates(text: str) -> list[float]:
     return [skip_rate(part) for part in text.split(",")]
 
 
+def path_text(text: str) -> str:
+    """A type for argparse: the name of a file or folder, which "" is not, though Path takes it for the current folder."""
+    try:
+        os.lstat(text)
+        possible = True
+    except OSError as error:
+        possible = text != "" and error.errno != errno.ENAMETOOLONG
+    except ValueError:  # a null character
+        possible = False
+    if not possible:
+        raise argparse.ArgumentTypeError(f"found {text!r:.60}, expected the name of a file or folder")
+    return text
+
+
+def path_type(text: str) -> Path:
+    """The same as a Path."""
+    return Path(path_text(text))
+
+
 def forgive_output():
-    """Let a terminal or file whose encoding lacks a character show a sign in its place, rather than end the program."""
+    """Let a terminal or file whose encoding lacks a character show a sign in its place, rather than end the program.
+
+    Where standard output was closed (>&-), what is printed goes nowhere.
+    """
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
 
@@ -506,14 +552,14 @@ def prepare(paths: Sequence[str | Path], encoding_name: str, out_dir: str | Path
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     source = parser.add_argument_group("what to read")
-    source.add_argument("paths", nargs="*", metavar="PATH", help="files, each a document, and folders, from which all "
+    source.add_argument("paths", nargs="*", type=path_text, metavar="PATH", help="files, each a document, and folders, from which all "
                         "files are taken that are UTF-8 text and not hidden (default: --source stdlib)")
     source.add_argument("--source", choices=["stdlib"],
                         help="stdlib: the *.py files of Python's own library, without its tests; no download")
     target = parser.add_argument_group("what to write")
     target.add_argument("--encoding", default="bytes", metavar="NAME",
                         help="bytes, or an encoding of tiktoken's, downloaded once: gpt2, cl100k_base, ...")
-    target.add_argument("--out_dir", metavar="DIR", help="a new folder for the shards and meta.json "
+    target.add_argument("--out_dir", type=path_text, metavar="DIR", help="a new folder for the shards and meta.json "
                         "(default: data/stdlib, or data/ and the name of the first PATH without its ending)")
     args = parser.parse_args(argv)
     if args.paths and args.source:
@@ -522,9 +568,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None):
-    args = parse_args(argv)
-    meta, skipped = exit_on_user_error(prepare, args.paths, args.encoding, args.out_dir)
+def run(args: argparse.Namespace):
+    meta, skipped = prepare(args.paths, args.encoding, args.out_dir)
     for split, counts in meta["splits"].items():
         say(f"{split + ':':6} " + ", ".join(f"{count:,} {unit}" for unit, count in counts.items()))
     if skipped:
@@ -532,6 +577,11 @@ def main(argv: Sequence[str] | None = None):
             + (", ..." if len(skipped) > 5 else ""))
     say(f"{args.out_dir}: {len(meta['sha256'])} shards and meta.json, encoding {meta['encoding']}")
     say(f"next: python train.py --data {shlex.quote(args.out_dir)}")
+
+
+def main(argv: Sequence[str] | None = None):
+    forgive_output()
+    exit_on_user_error(run, parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from prepare_data import (Parser, UserError, encoding_from_meta, exit_on_user_error, forgive_output, non_negative_float,
-                          non_negative_int, number_type, positive_float, positive_int, seed_number, skip_rates)
+from prepare_data import (Parser, UserError, check_meta, encoding_from_meta, exit_on_user_error, forgive_output, non_negative_float,
+                          non_negative_int, number_type, path_type, positive_float, positive_int, seed_number, skip_rates)
 
 share = number_type(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 
@@ -22,10 +22,10 @@ share = number_type(float, lambda value: 0 < value <= 1, "a number above 0 and a
 def parse_args(argv=None):
     parser = Parser(description="Write text with a trained model, at full depth or less.")
     text = parser.add_argument_group("text")
-    text.add_argument("--checkpoint", type=Path, default=Path("out/ckpt.pt"), help="file that train.py has written")
+    text.add_argument("--checkpoint", type=path_type, default=Path("out/ckpt.pt"), help="file that train.py has written")
     prompt = text.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", help="text to continue; empty: the start of a document")
-    prompt.add_argument("--prompt_file", type=Path, default=None, help="file with the text to continue; -: standard input")
+    prompt.add_argument("--prompt_file", type=path_type, default=None, help="file with the text to continue; -: standard input")
     prompt.add_argument("--interactive", action="store_true", help="read prompts line by line from standard input")
     text.add_argument("--num_samples", type=positive_int, default=1, help="texts to write; sample i uses seed + i")
     text.add_argument("--max_new_tokens", type=non_negative_int, default=300, help="tokens to write after the prompt")
@@ -44,8 +44,8 @@ def parse_args(argv=None):
     depth.add_argument("--allocation", choices=("per_layer", "global"), default="per_layer",
                        help="each layer skips at the rate, or layers skip by their gain, at the rate on average")
     depth.add_argument("--show_depth", action="store_true", help="print the text with the layers that each token ran")
-    depth.add_argument("--depth_json", type=Path, default=None, metavar="FILE", help="write which layers each token ran")
-    depth.add_argument("--depth_png", type=Path, default=None, metavar="FILE",
+    depth.add_argument("--depth_json", type=path_type, default=None, metavar="FILE", help="write which layers each token ran")
+    depth.add_argument("--depth_png", type=path_type, default=None, metavar="FILE",
                        help="draw it, layers × tokens (needs matplotlib)")
     system = parser.add_argument_group("system")
     system.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
@@ -55,6 +55,31 @@ def parse_args(argv=None):
     if args.interactive and (args.depth_json or args.depth_png):
         parser.error("--interactive: has no end at which a depth file could be written; use --prompt or --show_depth")
     return args
+
+
+def check_depth_files(args):
+    """Find out now, not after the writing, whether the depth files can be written, and that they harm no file we read."""
+    taken = {"--checkpoint": args.checkpoint, "--prompt_file": args.prompt_file}
+    for flag in ("--depth_json", "--depth_png"):
+        path = getattr(args, flag[2:])
+        if path is None:
+            continue
+        for other, file in taken.items():
+            if file is not None and os.path.realpath(file) == os.path.realpath(path):
+                raise UserError(f"{flag} {path}: the same file as {other}; choose another")
+        taken[flag] = path
+        try:
+            new = not os.path.lexists(path)
+            path.open("ab").close()
+            if new:
+                path.unlink()
+        except OSError as error:
+            raise UserError(f"{flag} {path}: cannot be written ({error.strerror}); choose another file") from error
+    if args.depth_png:
+        try:
+            import matplotlib.figure  # noqa: F401  (which draw_depth takes)
+        except ImportError as error:
+            raise UserError(f"--depth_png {args.depth_png}: needs matplotlib; pip install matplotlib") from error
 
 
 if __name__ == "__main__":      # answer --help and mistakes in flags before the seconds that importing torch takes
@@ -156,10 +181,7 @@ def depth_entry(tokens: list[int], texts: list[str], seen: DepthMap) -> dict:
 
 def draw_depth(path: Path, maps: list[DepthMap], texts: list[list[str]]):
     """A heat map of each sample: layers upwards, tokens to the right."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError(f"--depth_png {path}: needs matplotlib; pip install matplotlib") from error
+    from matplotlib.figure import Figure
     longest = max(len(seen.ran) for seen in maps)
     figure = Figure(figsize=(min(40, 2 + longest * 0.12), 1 + len(maps) * (1 + maps[0].n_layers * 0.14)), layout="constrained")
     for axes, seen, text in zip(figure.subplots(len(maps), 1, squeeze=False)[:, 0], maps, texts):
@@ -175,12 +197,21 @@ def draw_depth(path: Path, maps: list[DepthMap], texts: list[list[str]]):
 # Writing
 
 
+def standard_input():
+    """Standard input as bytes."""
+    if sys.stdin is None:
+        raise UserError("standard input: closed, expected text; give it some, or use --prompt")
+    return sys.stdin.buffer
+
+
 def prompt_bytes(args) -> bytes:
     """The prompt as it was given, byte for byte."""
-    if args.prompt_file is None:
-        return os.fsencode(args.prompt)
     try:
-        return sys.stdin.buffer.read() if str(args.prompt_file) == "-" else args.prompt_file.read_bytes()
+        if args.prompt_file is None:
+            return os.fsencode(args.prompt)
+        return standard_input().read() if str(args.prompt_file) == "-" else args.prompt_file.read_bytes()
+    except UnicodeEncodeError as error:         # from a program; a command line cannot hold it
+        raise UserError(f"--prompt: character {error.start} is half of a surrogate pair; leave it out") from error
     except OSError as error:
         raise UserError(f"--prompt_file {args.prompt_file}: cannot be read ({error.strerror})") from error
 
@@ -190,7 +221,7 @@ def prompt_tokens(prompt: bytes, encoding) -> list[int]:
     try:
         return encoding.encode(prompt).tolist() or [encoding.end_of_text]
     except UnicodeDecodeError as error:
-        raise UserError(f"prompt: byte {error.start} is not UTF-8, which encoding {encoding.name} needs") from error
+        raise UserError(f"--prompt: byte {error.start} is not UTF-8, which encoding {encoding.name} needs; convert the text") from error
 
 
 def write(model, encoding, prompt: bytes, args, cuts, seed: int, seen: DepthMap) -> list[int]:
@@ -215,13 +246,16 @@ def write(model, encoding, prompt: bytes, args, cuts, seed: int, seen: DepthMap)
 
 
 def run(args):
+    check_depth_files(args)
     model, meta = load_checkpoint(args.checkpoint, choose_device(args.device), args.kernels)
+    check_meta(meta, f"checkpoint {args.checkpoint}")
     encoding = encoding_from_meta(meta)
     rate = args.skip_rate[0] if args.skip_rate and len(args.skip_rate) == 1 else args.skip_rate
     cuts = model.cuts_for(rate, args.depth_budget, args.allocation)
     if args.interactive:
+        lines = standard_input()
         print("A prompt a line; Ctrl-D ends.", file=sys.stderr)
-        for line in sys.stdin.buffer:
+        for line in lines:
             write(model, encoding, line.rstrip(b"\r\n"), args, cuts, args.seed, DepthMap(len(model.layers)))
         return
     prompt, maps, tokens = prompt_bytes(args), [], []
@@ -229,22 +263,22 @@ def run(args):
         maps.append(DepthMap(len(model.layers)))
         tokens.append(write(model, encoding, prompt, args, cuts, args.seed + i, maps[-1]))
     texts = [spelled(sample, encoding) for sample in tokens]
-    try:
-        if args.depth_json:
-            entries = [depth_entry(*sample) for sample in zip(tokens, texts, maps)]
-            args.depth_json.write_text(json.dumps({"samples": entries}) + "\n", encoding="utf-8")
-        if args.depth_png:
-            draw_depth(args.depth_png, maps, texts)
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot be written ({error.strerror}); choose another file") from error
+    entries = [depth_entry(*sample) for sample in zip(tokens, texts, maps)]
+    content = json.dumps({"samples": entries}) + "\n"
+    for path, write_to in ((args.depth_json, lambda path: path.write_text(content, encoding="utf-8")),
+                           (args.depth_png, lambda path: draw_depth(path, maps, texts))):
+        try:
+            if path:
+                write_to(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror}); make room or choose another file") from error
 
 
 def main(argv=None):
     forgive_output()
     try:
         exit_on_user_error(run, parse_args(argv), errors=(UserError, ModelError))
-    except (KeyboardInterrupt, BrokenPipeError):        # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)    # and nothing is left to flush at exit
+    except KeyboardInterrupt:
         raise SystemExit(130) from None
 
 

@@ -23,13 +23,18 @@ import time
 from pathlib import Path
 
 import prepare_data
-from prepare_data import (Parser, UserError, encoding_from_meta, exit_on_user_error, find_shards, non_negative_float,
-                          forgive_output, non_negative_int, positive_float, positive_int, read_meta, seed_number, skip_rates)
+from prepare_data import (Parser, UserError, check_meta, encoding_from_meta, exit_on_user_error, find_shards, forgive_output,
+                          non_negative_float, non_negative_int, number_type, path_text, path_type, positive_float,
+                          positive_int, read_meta, seed_number, skip_rates)
 
 DEFAULT_DATA = "data/stdlib"
 DEFAULT_SKIP_RATE = "random:0.5"        # one checkpoint for every rate; see the README's table for what it costs
 MODEL_FLAGS = ("residual", "n_layer", "n_head", "n_embd", "block_size", "n_directions", "dropout")
+LARGEST_STEP = 86_400   # seconds that one step may take
 RUN_FLAGS = MODEL_FLAGS + ("seed", "batch_tokens", "micro_batch", "optimizer", "choose")     # a run keeps these from start to end
+
+
+thread_count = number_type(int, lambda value: 1 <= value <= 1024, "a whole number from 1 to 1024")
 
 
 def skip_rate_text(text: str) -> str:
@@ -40,15 +45,15 @@ def skip_rate_text(text: str) -> str:
     return text
 
 
-def parse_args(argv=None) -> argparse.Namespace:
-    """All flags; `given` holds those that were written out, which a resumed run tells from its own."""
+def flag_parser() -> Parser:
+    """All flags."""
     parser = Parser(description="Train a NAG Transformer or its pre-norm baseline.")
     data = parser.add_argument_group("data")
-    data.add_argument("--data", default=DEFAULT_DATA, help="folder or glob of token shards; the default is made if missing")
-    data.add_argument("--val_data", default=None, help="folder or glob of validation shards; None: the *val* ones of --data")
-    data.add_argument("--out_dir", type=Path, default=Path("out"), help="folder for the checkpoint and the log")
+    data.add_argument("--data", type=path_text, default=DEFAULT_DATA, help="folder or glob of token shards; the default is made if missing")
+    data.add_argument("--val_data", type=path_text, default=None, help="folder or glob of validation shards; None: the *val* ones of --data")
+    data.add_argument("--out_dir", type=path_type, default=Path("out"), help="folder for the checkpoint and the log")
     origin = data.add_mutually_exclusive_group()
-    origin.add_argument("--init_from", type=Path, default=None, metavar="CKPT",
+    origin.add_argument("--init_from", type=path_type, default=None, metavar="CKPT",
                         help="start from these weights with a new optimizer: fine-tune")
     origin.add_argument("--resume", action="store_true",
                         help="go on with the run in --out_dir, with its flags; start one where there is none")
@@ -93,8 +98,11 @@ def parse_args(argv=None) -> argparse.Namespace:
     checks.add_argument("--eval_blocks", type=positive_int, default=128, help="validation blocks, the same each time")
     checks.add_argument("--eval_only", action="store_true",
                         help="train nothing: evaluate --init_from, or the checkpoint in --out_dir, at --skip_rates")
-    checks.add_argument("--skip_rates", type=skip_rates, default=[0.0, 0.25, 0.5], metavar="S,S,…",
-                        help="rates of --eval_only and of the table at the end of a run")
+    dial = checks.add_mutually_exclusive_group()
+    dial.add_argument("--skip_rates", type=skip_rates, default=[0.0, 0.25, 0.5], metavar="S,S,…",
+                      help="rates of --eval_only and of the table at the end of a run")
+    dial.add_argument("--depth_budget", type=positive_float, default=None, metavar="LAYERS",
+                      help="for --eval_only: one rate, said as layers a token, on average, of 2·n_layer")
     checks.add_argument("--sample_every", type=positive_int, default=None, help="steps between samples; None: at the end")
     checks.add_argument("--save_every", type=positive_int, default=None, help="steps between checkpoints; None: --eval_every")
     system = parser.add_argument_group("system")
@@ -105,8 +113,14 @@ def parse_args(argv=None) -> argparse.Namespace:
                         help="torch.compile; None: on CUDA only")
     system.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto",
                         help="of the residual stream; auto: Triton on a GPU that has it, else PyTorch")
-    system.add_argument("--threads", type=positive_int, default=None, help="CPU threads; None: PyTorch's choice")
+    system.add_argument("--threads", type=thread_count, default=None, help="CPU threads; None: PyTorch's choice")
 
+    return parser
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    """All flags; `given` holds those that were written out, which a resumed run tells from its own."""
+    parser = flag_parser()
     args = parser.parse_args(argv)
     for action in parser._actions:      # a second pass without defaults sees what was written out
         action.default = argparse.SUPPRESS
@@ -133,6 +147,10 @@ def check_args(args):
         raise UserError(f"--skip_rate {args.skip_rate}: the pre-norm baseline has no modulator to skip by; leave it out")
     if args.residual == "prenorm" and args.choose == "random":
         raise UserError("--choose random: the pre-norm baseline skips no tokens; leave it out")
+    if args.depth_budget is not None and not args.eval_only:
+        raise UserError(f"--depth_budget {args.depth_budget:g}: for --eval_only; in training give --skip_rate")
+    if args.depth_budget is not None and args.depth_budget > 2 * args.n_layer:
+        raise UserError(f"--depth_budget {args.depth_budget:g}: expected at most {2 * args.n_layer} (2·n_layer) layers")
     if args.choose == "static" and not args.eval_only:
         raise UserError("--choose static: a control for --eval_only; a shallower model is --n_layer")
     micro_tokens = args.micro_batch * args.block_size
@@ -431,24 +449,40 @@ class Log:
     """out_dir/log.jsonl: one JSON object a line. Lines past `step`, that of the checkpoint to go on from, are cut."""
 
     def __init__(self, path: Path, step: int | None = None):
-        try:
-            if step is not None:
-                lines = path.read_text().splitlines() if path.exists() and step else []
-                path.write_text("".join(line + "\n" for line in lines if self.is_up_to(step, line)))
-            self.file = path.open("a")
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}); make room or choose another folder") from error
+        self.path = path
+        with self.answered():
+            if step is not None and path.exists():
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+                kept = [line for line in lines if step and self.is_up_to(step, line)]
+                if kept != lines:               # replaced as a whole, so that a full disk harms no line
+                    shorter = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+                    try:
+                        shorter.write_text("".join(kept), encoding="utf-8")
+                        os.replace(shorter, path)
+                    finally:
+                        shorter.unlink(missing_ok=True)
+            self.file = path.open("a", encoding="utf-8")
 
     @staticmethod
     def is_up_to(step: int, line: str) -> bool:
         try:
             return json.loads(line).get("step", 0) <= step
-        except ValueError:          # the last line of a killed run may be cut short
+        except (ValueError, AttributeError, TypeError):     # the last line of a killed run may be cut short
             return False
 
+    @contextlib.contextmanager
+    def answered(self):
+        """What fails within is answered in one line."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror}); make room or choose another folder; what "
+                            f"stands in the checkpoint beside it is safe, go on from there with --resume") from error
+
     def write(self, **entry):
-        self.file.write(json.dumps(entry) + "\n")
-        self.file.flush()
+        with self.answered():
+            self.file.write(json.dumps(entry) + "\n")
+            self.file.flush()
 
 
 def check_out_dir(args):
@@ -477,18 +511,54 @@ def take_flags(args, stored: dict, fixed: tuple, why: str):
             setattr(args, flag, value)
 
 
+def stored_flags(origin: dict, path: Path) -> dict:
+    """The flags in a checkpoint's "train" entry, each as the parser takes it. UserError where it could not have been given."""
+    parser, found = flag_parser(), origin["train"] if isinstance(origin["train"], dict) else {}
+
+    def refuse(why):
+        raise UserError(f"{path}: its 'train' entry does not fit ({why}), so the run cannot go on; sample from it, or start "
+                        f"anew from its weights with --init_from {path} --out_dir another")
+
+    parser.error = refuse
+    lacking = [flag for flag in RUN_FLAGS if flag not in found]
+    if lacking:
+        refuse(f"has no {', '.join(lacking)}")
+    flags = {}
+    for flag in vars(parser.parse_args([])).keys() & found.keys():
+        value = found[flag]
+        if flag in MODEL_FLAGS and value != origin["config"].get(flag):
+            refuse(f"{flag} is {value!r}, in its config {origin['config'].get(flag)!r}")
+        if isinstance(value, bool):
+            argv = [f"--{flag}" if value else f"--no-{flag}"]
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            argv = [] if value is None else [f"--{flag}={text}"]
+        flags[flag] = getattr(parser.parse_args(argv), flag)
+    return flags
+
+
+def check_progress(origin: dict, path: Path):
+    """Refuse a checkpoint that does not say how far its run has come."""
+    for entry, kinds in (("step", (int,)), ("flops", (int, float))):
+        if type(origin[entry]) not in kinds or not 0 <= origin[entry] < math.inf:
+            raise UserError(f"{path}: its {entry!r} entry is {origin[entry]!r:.60}, expected a number of at least 0; start anew "
+                            f"from its weights with --init_from {path} --out_dir another")
+
+
 def settle_flags(args) -> dict | None:
     """Complete the flags with those of the checkpoint that the run goes on from or starts from, which is returned."""
     origin, path = None, args.out_dir / "ckpt.pt"
-    if args.eval_only or args.resume and path.exists():
+    if args.eval_only or args.resume and os.path.lexists(path):
         path = args.init_from or path
         origin = read_checkpoint(path)
         for entry in ("train",) if args.eval_only else ("train", "optimizer", "step", "flops"):
             if entry not in origin:
                 raise UserError(f"{path}: has no {entry!r} entry, so the run cannot go on; sample from it, or start anew "
                                 f"from its weights with --init_from {path} --out_dir another")
-        own = ("choose", "allocation", "skip_rates") if args.eval_only else ()      # may differ from how it was trained
-        stored = {flag: value for flag, value in origin["train"].items() if flag not in own}
+        if not args.eval_only:
+            check_progress(origin, path)
+        own = ("choose", "allocation", "skip_rates", "depth_budget") if args.eval_only else ()  # may differ from its training
+        stored = {flag: value for flag, value in stored_flags(origin, path).items() if flag not in own}
         if "steps" in args.given:
             stored["flop_budget"] = None
         take_flags(args, stored, tuple(flag for flag in RUN_FLAGS if flag not in own), str(path))
@@ -496,7 +566,11 @@ def settle_flags(args) -> dict | None:
         origin = read_checkpoint(args.init_from)
         stored = {flag: value for flag, value in origin["config"].items() if flag in MODEL_FLAGS}
         take_flags(args, stored, MODEL_FLAGS, f"--init_from {args.init_from}")
+    if origin:
+        check_meta(origin["meta"], str(path if args.init_from is None else args.init_from))
     check_args(args)
+    if args.depth_budget is not None:
+        args.skip_rates = [1 - args.depth_budget / (2 * args.n_layer)]
     if args.skip_rate is None:
         args.skip_rate = DEFAULT_SKIP_RATE if args.residual == "nag" else "0"
     if not args.eval_only:
@@ -516,35 +590,62 @@ def build(args, origin: dict | None, meta: dict, device):
     else:
         alpha = {"alpha_scale": 0.7, "alpha_power": 0.0} if args.optimizer == "adamw" else {}
         shape = {flag: getattr(args, flag) for flag in MODEL_FLAGS}
-        model = NAGTransformer(Config(vocab_size=meta["vocab_size"], **shape, **alpha)).to(device).use_kernels(args.kernels)
+        config = Config(vocab_size=meta["vocab_size"], **shape, **alpha)
+        check_memory(config, args, device)
+        model = NAGTransformer(config).to(device).use_kernels(args.kernels)
     optimizers = model.configure_optimizers(args.optimizer, args.learning_rate, args.matrix_learning_rate,
                                             args.gate_learning_rate, args.weight_decay)
+    if not args.eval_only:
+        check_memory(model.config, args, device)
     if not (args.resume and origin):
         return model, optimizers, 0, 0
-    for optimizer, state in zip(optimizers, origin["optimizer"], strict=True):
-        flags = [{key: group[key] for key in ("initial_lr", "weight_decay")} for group in optimizer.param_groups]
-        optimizer.load_state_dict(state)
-        for group, given in zip(optimizer.param_groups, flags):
-            group.update(given)                                         # of the flags, not of the checkpoint
+    load_optimizers(optimizers, origin, args.out_dir / "ckpt.pt")
     return model, optimizers, origin["step"], origin["flops"]
 
 
-def timed_micro_batch(loss_function, blocks: Blocks, optimizers, args, device) -> float:
-    """Seconds that the first micro-batch takes at full depth once all is warmed up (and compiled). It changes nothing."""
-    for _ in range(2):
-        started = time.perf_counter()
+def load_optimizers(optimizers, origin: dict, path: Path):
+    """Take over each parameter's moments; rates and weight decay stay those of the flags. UserError where one does not fit."""
+    def refuse(why):
+        raise UserError(f"{path}: its 'optimizer' entry does not fit ({why}); start anew from its weights with --init_from "
+                        f"{path} --out_dir another")
+
+    states = origin["optimizer"]
+    if not isinstance(states, list) or len(states) != len(optimizers):
+        refuse(f"expected a list of {len(optimizers)}")
+    for optimizer, state in zip(optimizers, states):
+        groups = optimizer.state_dict()["param_groups"]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         try:
-            loss_function(*blocks.micro_batch(args.seed, 0, args.micro_batch, device)).backward()
-        except Exception as error:
-            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-                raise
-            raise UserError(f"--compile: torch.compile does not work here ({type(error).__name__}; on a CPU it needs a C++ "
-                            f"compiler); run with --no-compile") from error
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    return time.perf_counter() - started
+            found = {index: {name: tuple(moment.shape) for name, moment in moments.items()}
+                     for index, moments in state["state"].items()}
+            optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            refuse(f"{type(error).__name__} on reading it")
+        for index, parameter in enumerate(parameters if origin["step"] else ()):
+            shape = tuple(parameter.shape)
+            wanted = ({"momentum_buffer": shape} if isinstance(optimizer, torch.optim.Muon) else
+                      {"step": (), "exp_avg": shape, "exp_avg_sq": shape})
+            if found.get(index) != wanted:
+                refuse(f"found {found.get(index)} for a parameter that has {wanted}")
+
+
+def check_memory(config: Config, args, device):
+    """Refuse what surely exceeds the memory, before the machine swaps: a bound from below, so nothing that fits is refused.
+
+    Counted are weights, gradients and a moment in float32, the stream before each layer, and the logits' gradient.
+    """
+    tokens = args.micro_batch * args.block_size
+    needed = 12 * config.least_params + tokens * (4 * config.n_layer * config.n_embd + 8 * config.vocab_size)
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    elif hasattr(os, "sysconf"):
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        return                      # Windows says so at the first allocation
+    if needed > there:
+        raise UserError(f"--n_layer {args.n_layer} --n_embd {args.n_embd} --n_directions {args.n_directions} --micro_batch "
+                        f"{args.micro_batch} --block_size {args.block_size}: need {needed / 2**30:,.1f} GiB of memory or more, but "
+                        f"{device} has {there / 2**30:,.1f}; lower --micro_batch, or take a smaller model")
 
 
 @contextlib.contextmanager
@@ -565,131 +666,240 @@ def stop_signals():
             signal.signal(number, handler)
 
 
+class Run:
+    """A run in training: its model, its optimizers, how far it is, and where it is written."""
+
+    def __init__(self, args, model, optimizers, step: int, flops: float, blocks: Blocks, evaluator: Evaluator, meta: dict):
+        self.args, self.model, self.optimizers, self.step, self.flops = args, model, optimizers, step, flops
+        self.blocks, self.evaluator, self.meta = blocks, evaluator, meta
+        self.path, self.saved = args.out_dir / "ckpt.pt", step
+        self.settings = {flag: value for flag, value in vars(args).items()
+                         if flag not in ("given", "resume", "init_from", "out_dir", "eval_only", "depth_budget")}
+        self.micro_tokens = args.micro_batch * args.block_size
+        self.micro_batches = args.batch_tokens // self.micro_tokens
+        self.choice = RandomShare if args.choose == "random" else TopShare
+        self.loss_function = self.loss
+
+    def loss(self, tokens, targets, depth=None):
+        with self.evaluator.autocast():
+            return self.model.loss(tokens, targets, depth)
+
+    def compile(self):
+        """Compile the loss. A count of kept tokens is a shape, and each shape a graph: 9 with a warm-up, see rates_at.
+
+        --allocation global has new counts after each evaluation: there they are symbols, so that a second graph serves
+        all that follow.
+        """
+        torch._dynamo.config.recompile_limit = 16
+        self.loss_function = torch.compile(self.loss, dynamic=None if self.args.allocation == "global" else False)
+
+    def progress(self) -> float:
+        """Share of the run that is done."""
+        return self.flops / self.args.flop_budget if self.args.flop_budget else self.step / self.args.steps
+
+    def full_step_flops(self) -> float:
+        """FLOPs of one step at full depth, forward and backward."""
+        return 3 * self.model.flops_per_token() * self.args.batch_tokens
+
+    def typical_step_flops(self) -> float:
+        """FLOPs of one step at the rates that it trains for."""
+        kept = [1 - rate for rate in typical_rates(self.args)]
+        return 3 * self.model.flops_per_token(kept) * self.args.batch_tokens
+
+    def timed_micro_batch(self) -> float:
+        """Seconds that the first micro-batch takes at full depth once all is warmed up (and compiled). It changes nothing."""
+        device = self.evaluator.device
+        for _ in range(2):
+            started = time.perf_counter()
+            try:
+                self.loss_function(*self.blocks.micro_batch(self.args.seed, 0, self.args.micro_batch, device)).backward()
+            except Exception as error:
+                if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                    raise
+                raise UserError(f"--compile: torch.compile does not work here ({type(error).__name__}; on a CPU it needs a C++ "
+                                f"compiler); run with --no-compile") from error
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    def take_step(self, learning_rate_factor: float, rates: list[float]) -> dict:
+        """One optimizer step, each layer skipping at its rate. Returns what the log says about it."""
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = group["initial_lr"] * learning_rate_factor
+        loss = self.accumulate(rates)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.grad_clip)
+        try:
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        except RuntimeError as error:
+            if "overflow" not in str(error):        # how PyTorch refuses a rate that float32 cannot hold
+                raise
+            raise self.diverged("a learning rate too large for float32") from error
+        kept = [kept_count(rate, self.micro_tokens) / self.micro_tokens for rate in rates]
+        self.step, self.flops = self.step + 1, self.flops + 3 * self.model.flops_per_token(kept) * self.args.batch_tokens
+        loss = loss.item()
+        if not math.isfinite(loss):
+            raise self.diverged(f"loss is {loss}")
+        return {"step": self.step, "loss": loss, "grad_norm": grad_norm.item(), "lr_factor": learning_rate_factor,
+                "flops": self.flops, "skip_rate": sum(rates) / len(rates), "tokens": self.step * self.args.batch_tokens}
+
+    def accumulate(self, rates: list[float]) -> torch.Tensor:
+        """Gradients of the micro-batches of a step, added up; returns their mean loss, which has not left the device."""
+        args, device = self.args, self.evaluator.device
+        depth = self.choice(rates, self.micro_tokens) if any(rates) else None
+        loss = torch.zeros((), device=device)
+        for micro in range(self.micro_batches):
+            first = (self.step * self.micro_batches + micro) * args.micro_batch
+            torch.manual_seed(hash((args.seed, self.step, micro)) % 2**63)       # for dropout and --choose random
+            micro_loss = self.loss_function(*self.blocks.micro_batch(args.seed, first, args.micro_batch, device), depth)
+            (micro_loss / self.micro_batches).backward()
+            loss += micro_loss.detach() / self.micro_batches
+        return loss
+
+    def evaluate(self) -> dict:
+        """Measure the thresholds anew, and what the model is worth with them at the rates that it trains for."""
+        self.evaluator.refresh_cuts()
+        if self.args.residual == "nag" and not self.model.can_skip():
+            raise self.diverged("weights are not finite")
+        typical = self.evaluator.allocated(typical_rates(self.args))
+        return {**self.evaluator(self.evaluator.depth(typical)), "eval_skip_rate": sum(typical) / len(typical)}
+
+    def diverged(self, found: str) -> UserError:
+        return UserError(f"step {self.step}: {found}; {self.path} holds step {self.saved}. Start again with a lower "
+                         f"--matrix_learning_rate, --learning_rate, --gate_learning_rate or --weight_decay, or a longer "
+                         f"--warmup_steps")
+
+    def is_due(self, every: int | None) -> bool:
+        """Whether this step ends a stretch of so many, or the run. None: the end alone."""
+        return self.progress() >= 1 or every is not None and self.step % every == 0
+
+    def save(self):
+        try:
+            save_checkpoint(self.path, self.model, meta=self.meta, step=self.step, flops=self.flops, train=self.settings,
+                            versions=versions(), optimizer=[optimizer.state_dict() for optimizer in self.optimizers])
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror}) at step {self.step}; what it held before still "
+                            f"stands; make room and go on with --resume") from error
+        self.saved = self.step
+
+
+@contextlib.contextmanager
+def memory_answered(args):
+    """An allocation that fails is answered in one line that names the flags it depends on."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "Allocator" not in str(error):
+            raise
+        raise UserError(f"--micro_batch {args.micro_batch} --n_embd {args.n_embd} --n_layer {args.n_layer} --block_size "
+                        f"{args.block_size}: there is not enough memory; lower --micro_batch, or take a smaller model") from error
+
+
 def train(args):
+    """What the flags say: a run, its continuation, or an evaluation."""
     origin = settle_flags(args)
     device, dtype, compiled = settle_system(args)
     train_blocks, val_blocks, meta = open_data(args, origin and origin["meta"])
     encoding = encoding_from_meta(meta)
-    model, optimizers, step, flops = build(args, origin, meta, device)
-    path = args.out_dir / "ckpt.pt"
 
     def autocast():
         return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
-    evaluator = Evaluator(model, args, train_blocks, val_blocks, encoding.token_bytes(), autocast)
-    if args.eval_only:
-        print(evaluator.dial(Log((args.init_from or path).parent / "log.jsonl")))
-        return
+    with memory_answered(args):
+        model, optimizers, step, flops = build(args, origin, meta, device)
+        evaluator = Evaluator(model, args, train_blocks, val_blocks, encoding.token_bytes(), autocast)
+        if args.eval_only:
+            print(evaluator.dial(Log((args.init_from or args.out_dir / "ckpt.pt").parent / "log.jsonl")))
+            return
+        run = Run(args, model, optimizers, step, flops, train_blocks, evaluator, meta)
+        if run.progress() >= 1:
+            print(f"{run.path}: all of the run's {step} steps are done; give a larger --steps or --flop_budget to go on")
+            return
+        if compiled:
+            run.compile()
+        warmup = announce(run, device, dtype)
+        log = Log(args.out_dir / "log.jsonl", step)
+        log.write(command=sys.argv, versions=versions(), config=vars(model.config), train=run.settings, device=str(device),
+                  dtype=str(dtype)[6:], compiled=compiled, parameters=model.num_params(), step=step)
+        found, stopped_by = loop(run, log, warmup, encoding)
+        if stopped_by:
+            print(f"{stopped_by}: stopped after step {run.step}, saved in {run.path}; go on with: python "
+                  f"train.py{out_dir_flag(args)} --resume")
+        else:
+            close(run, log, found)
 
-    def loss_of(tokens, targets, depth=None):
-        with autocast():
-            return model.loss(tokens, targets, depth)
 
-    def progress() -> float:        # share of the run that is done
-        return flops / args.flop_budget if args.flop_budget else step / args.steps
-
-    if progress() >= 1:
-        print(f"{path}: all of the run's {step} steps are done; give a larger --steps or --flop_budget to go on")
-        return
-    loss_function = loss_of
-    if compiled:
-        torch._dynamo.config.recompile_limit = 16               # a skip rate is a shape: 9 with a warm-up, see rates_at
-        loss_function = torch.compile(loss_of, dynamic=False)
-    seconds = timed_micro_batch(loss_function, train_blocks, optimizers, args, device)
-    micro_batches, micro_tokens = args.batch_tokens // (args.micro_batch * args.block_size), args.micro_batch * args.block_size
-    full_step, peak = 3 * model.flops_per_token() * args.batch_tokens, peak_flops(device)
-    typical_step = full_step * model.flops_per_token([1 - rate for rate in typical_rates(args)]) / model.flops_per_token()
-    all_steps = args.flop_budget / typical_step if args.flop_budget else args.steps
-    steps_left = math.ceil((1 - progress()) * all_steps)
-    warmup = args.warmup_steps if args.warmup_steps is not None else min(50, math.ceil(all_steps / 4))
+def announce(run: Run, device, dtype) -> int:
+    """Say what is about to run and how long it will take; returns the steps of the warm-up."""
+    args, model, typical = run.args, run.model, run.typical_step_flops()
+    step_seconds = run.timed_micro_batch() * run.micro_batches * typical / run.full_step_flops()
+    if step_seconds > LARGEST_STEP:
+        raise UserError(f"--batch_tokens {args.batch_tokens}: one step would take about {readable(step_seconds)} here; try "
+                        f"--batch_tokens {run.micro_tokens * max(1, int(run.micro_batches / step_seconds))}")
+    all_steps = args.flop_budget / typical if args.flop_budget else args.steps
+    steps_left = math.ceil((1 - run.progress()) * all_steps)
     print(f"{model.num_params():,} parameters ({args.residual}, {args.n_layer} blocks of width {args.n_embd}) on {device}, "
-          f"{str(dtype)[6:]}; {args.batch_tokens:,} tokens a step, {typical_step / args.batch_tokens:,.0f} FLOPs a token; "
-          f"{steps_left} steps in about {readable(seconds * micro_batches * typical_step / full_step * steps_left)}")
+          f"{str(dtype)[6:]}; {args.batch_tokens:,} tokens a step, {typical / args.batch_tokens:,.0f} FLOPs a token; "
+          f"{steps_left} steps in about {readable(step_seconds * steps_left)}")
+    return args.warmup_steps if args.warmup_steps is not None else min(50, math.ceil(all_steps / 4))
 
-    log = Log(args.out_dir / "log.jsonl", step)
-    settings = {flag: value for flag, value in vars(args).items()
-                if flag not in ("given", "resume", "init_from", "out_dir", "eval_only")}
-    log.write(command=sys.argv, versions=versions(), config=vars(model.config), train=settings, device=str(device),
-              dtype=str(dtype)[6:], compiled=compiled, parameters=model.num_params(), step=step)
 
-    def save():
-        try:
-            save_checkpoint(path, model, meta=meta, step=step, flops=flops, train=settings, versions=versions(),
-                            optimizer=[optimizer.state_dict() for optimizer in optimizers])
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}) at step {step}; what it held before still "
-                            f"stands; make room and go on with --resume") from error
-
-    bar = tqdm(total=args.flop_budget or args.steps, initial=flops if args.flop_budget else step, dynamic_ncols=True,
+def loop(run: Run, log: Log, warmup: int, encoding) -> tuple[dict, str | None]:
+    """Train until the run is done or a signal asks to stop. Returns the last evaluation and the signal's name."""
+    args, evaluator, found = run.args, run.evaluator, {}
+    peak = peak_flops(evaluator.device)
+    bar = tqdm(total=args.flop_budget or args.steps, initial=run.flops if args.flop_budget else run.step, dynamic_ncols=True,
                unit="FLOP" if args.flop_budget else "step", unit_scale=bool(args.flop_budget))
-    choice = RandomShare if args.choose == "random" else TopShare
-    if step == 0:
-        save()              # so that a full disk is found now, and --resume knows this run's flags whenever it is killed
-    saved, found = step, {}
+    if run.step == 0:
+        run.save()          # so that a full disk is found now, and --resume knows this run's flags whenever it is killed
     with bar, stop_signals() as stop:
-        while progress() < 1 and not stop:
-            started = time.perf_counter()
-            factor = learning_rate_factor(step, progress(), warmup, args.min_lr)
-            for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-                group["lr"] = group["initial_lr"] * factor
-            rates = evaluator.allocated(rates_at(step, args))
-            depth = choice(rates) if any(rates) else None
-            loss = torch.zeros((), device=device)
-            for micro in range(micro_batches):
-                first = (step * micro_batches + micro) * args.micro_batch
-                torch.manual_seed(hash((args.seed, step, micro)) % 2**63)       # for dropout and --choose random
-                tokens, targets = train_blocks.micro_batch(args.seed, first, args.micro_batch, device)
-                micro_loss = loss_function(tokens, targets, depth)
-                (micro_loss / micro_batches).backward()
-                loss += micro_loss.detach() / micro_batches
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        while run.progress() < 1 and not stop:
+            started, flops = time.perf_counter(), run.flops
+            factor = learning_rate_factor(run.step, run.progress(), warmup, args.min_lr)
+            entry = run.take_step(factor, evaluator.allocated(rates_at(run.step, args)))
+            seconds, flops = time.perf_counter() - started, run.flops - flops
+            entry |= {"tokens_per_s": round(args.batch_tokens / seconds),
+                      "mfu": round(flops / seconds / peak, 4) if peak else None}
+            evaluated = run.is_due(args.eval_every)
+            if evaluated:
+                found = run.evaluate()
+            log.write(**entry, **(found if evaluated else {}))
+            if run.is_due(args.save_every or args.eval_every):
+                run.save()
+            bar.set_postfix_str(f"loss {entry['loss']:.3f}, {entry['tokens_per_s']:,} tokens/s")
+            bar.update(flops if args.flop_budget else 1)
+            if evaluated:
+                bar.write(f"step {run.step}: {evaluation_text(found)}")
+                warn_of_idle_layers(found, bar)
+            if args.sample_every and run.step % args.sample_every == 0 and run.progress() < 1:
+                bar.write(sample_text(run.model, encoding, args.seed))
+        if run.step > run.saved:
+            run.save()
+    return found, stop[0] if stop else None
 
-            kept = [kept_count(rate, micro_tokens) / micro_tokens for rate in rates]
-            step_flops = 3 * model.flops_per_token(kept) * args.batch_tokens
-            step, flops, loss = step + 1, flops + step_flops, loss.item()
-            if not math.isfinite(loss):
-                raise UserError(f"step {step}: the loss is {loss}; {path} holds step {saved}. Start again with a lower "
-                                f"--matrix_learning_rate, --learning_rate or --gate_learning_rate, or a longer --warmup_steps")
-            seconds = time.perf_counter() - started
-            entry = {"step": step, "loss": loss, "grad_norm": grad_norm.item(), "lr_factor": factor, "flops": flops,
-                     "skip_rate": sum(rates) / len(rates), "tokens": step * args.batch_tokens,
-                     "tokens_per_s": round(args.batch_tokens / seconds),
-                     "mfu": round(step_flops / seconds / peak, 4) if peak else None}
-            last = progress() >= 1
-            if step % args.eval_every == 0 or last:
-                evaluator.refresh_cuts()
-                typical = evaluator.allocated(typical_rates(args))
-                found = evaluator(evaluator.depth(typical))
-                entry |= {**found, "eval_skip_rate": sum(typical) / len(typical)}
-            log.write(**entry)
-            if step % (args.save_every or args.eval_every) == 0 or last:
-                save()
-                saved = step
-            bar.set_postfix_str(f"loss {loss:.3f}, {args.batch_tokens / seconds:,.0f} tokens/s")
-            bar.update(step_flops if args.flop_budget else 1)
-            if "val_loss" in entry:
-                bar.write(f"step {step}: {evaluation_text(found)}")
-                for layer, share in enumerate(found["kept_share"]):
-                    if share < 0.01:
-                        bar.write(f"warning: layer {layer} runs for {share:.2%} of the tokens; it hardly learns any more")
-            if args.sample_every and step % args.sample_every == 0 and not last:
-                bar.write(sample_text(model, encoding, args.seed))
-        if step > saved:
-            save()
 
-    here = f" --out_dir {args.out_dir}" if args.out_dir != Path("out") else ""
-    if stop:
-        print(f"{stop[0]}: stopped after step {step}, saved in {path}; go on with: python train.py{here} --resume")
-        return
-    print(f"\n{model.num_params():,} parameters, {evaluation_text(found)}; checkpoint in {path}. A sample"
+def warn_of_idle_layers(found: dict, bar):
+    for layer, share in enumerate(found["kept_share"]):
+        if share < 0.01:
+            bar.write(f"warning: layer {layer} runs for {share:.2%} of the tokens; it hardly learns any more")
+
+
+def out_dir_flag(args) -> str:
+    return f" --out_dir {args.out_dir}" if args.out_dir != Path("out") else ""
+
+
+def close(run: Run, log: Log, found: dict):
+    """The end of a run: its figures, a sample, the dial, and the commands that come next."""
+    args, here = run.args, out_dir_flag(run.args)
+    print(f"\n{run.model.num_params():,} parameters, {evaluation_text(found)}; checkpoint in {run.path}. A sample"
           + (", each character with the layers it ran:\n" if args.residual == "nag" else ":\n"))
-    there = ["--checkpoint", str(path)] if here else []
+    there = ["--checkpoint", str(run.path)] if here else []
     sample.main([*there, "--seed", str(args.seed)] + (["--show_depth"] if args.residual == "nag" else []))
     if args.residual == "nag" and args.choose == "modulator":
-        print(f"\nThe same checkpoint at several depths:\n\n{evaluator.dial(log)}")
+        print(f"\nThe same checkpoint at several depths:\n\n{run.evaluator.dial(log)}")
     more = f"--flop_budget {2 * args.flop_budget:g}" if args.flop_budget else f"--steps {2 * args.steps}"
     dial = " --skip_rate 0.5 --show_depth" if args.residual == "nag" else ""
     print(f"\nNext:  python sample.py {' '.join(there)}{' ' if there else ''}--prompt 'def '{dial}\n"

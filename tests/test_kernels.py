@@ -159,6 +159,15 @@ def test_a_rows_result_is_its_own_whatever_stands_beside_it(d, monkeypatch):
         assert_close(run(everything), together, atol=0, rtol=0)
 
 
+def test_a_tiny_gain_still_grows_the_norm():
+    """By half its square, which log(1 + x) would lose."""
+    r, f, _, _ = case_of("ordinary", N, 96, torch.float32)
+    gain = torch.logspace(-6, 0, N, device=DEVICE)
+    _, grown = kernels.nag_update(r, f, gain, torch.zeros(N, device=DEVICE))
+    _, expected = plainly_written_update(*in_float64((r, f, gain, torch.zeros(N))))
+    assert_close(grown.double().cpu(), expected, rtol=1e-5, atol=0)
+
+
 def test_a_float32_stream_takes_a_bfloat16_output():
     r, f, g, s = case_of("ordinary", N, 96, torch.float32, torch.bfloat16)
     grads = [torch.randn(N, 96, device=DEVICE), torch.randn(N, device=DEVICE)]
