@@ -193,6 +193,15 @@ def test_resuming_takes_learning_rates_and_weight_decay_from_the_flags(python_te
     assert matrices["weight_decay"] == 0.7 and matrices["initial_lr"] == 0.05
 
 
+@pytest.mark.parametrize("flag", ["--matrix_learning_rate", "--learning_rate", "--gate_learning_rate", "--weight_decay"])
+def test_a_rate_that_ruins_the_weights_in_the_last_step_is_named(flag, python_text, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("--data", python_text, "--out_dir", tmp_path, "--steps", 1, flag, 1e300)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and flag in error and "step" in error
+    assert read_checkpoint(tmp_path / "ckpt.pt")["step"] == 0
+
+
 def test_a_run_that_diverges_says_so_and_leaves_its_last_checkpoint(python_text, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         run("--data", python_text, "--out_dir", tmp_path, "--learning_rate", 1e38, "--gate_learning_rate", 1e30, "--steps", 20)
@@ -220,12 +229,69 @@ def test_a_run_killed_before_its_first_evaluation_goes_on_as_itself(python_text,
     assert tuned["config"] == base["config"] and tuned["step"] == 1
 
 
+needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="torch.compile needs a C++ compiler "
+                                    "on a CPU")
+
+
+@needs_compiler
 def test_training_with_skipping_compiles(python_text, tmp_path):
-    if not shutil.which(os.environ.get("CXX", "g++")):
-        pytest.skip("torch.compile needs a C++ compiler on a CPU")
     for name, flags in (("compiled", ["--compile"]), ("eager", [])):
         run("--data", python_text, "--out_dir", tmp_path / name, "--steps", 3, "--n_layer", 1, "--skip_rate", 0.25, *flags)
     assert np.allclose(log_of(tmp_path / "compiled", "loss"), log_of(tmp_path / "eager", "loss"), rtol=1e-3)
+
+
+@needs_compiler
+def test_compiled_runs_go_on_uncompiled_and_the_other_way_round_with_two_graphs_for_all_global_rates(python_text, tmp_path, capfd):
+    """Global allocation has other counts of kept tokens after each evaluation: the second graph has them as symbols."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    flags = ["--data", python_text, "--n_layer", 1, "--skip_rate", 0.3, "--allocation", "global", "--eval_every", 1, "--eval_blocks", 4]
+    run(*flags, "--out_dir", tmp_path / "a", "--steps", 6, "--compile", "--matrix_learning_rate", 0.3)
+    eager = 1                                           # the first micro-batch, which is timed at full depth
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= eager + 3
+    assert "recompile_limit" not in capfd.readouterr().err
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    run(*flags, "--out_dir", tmp_path / "a", "--steps", 8, "--resume", "--no-compile")
+    run(*flags, "--out_dir", tmp_path / "b", "--steps", 8, "--resume", "--compile")
+    assert np.allclose(log_of(tmp_path / "a", "loss"), log_of(tmp_path / "b", "loss"), rtol=1e-3)
+    run(*flags, "--out_dir", tmp_path / "a", "--steps", 9, "--resume", "--compile")
+    for out in (tmp_path / "a", tmp_path / "b"):
+        assert not [name for name in read_checkpoint(out / "ckpt.pt")["model"] if "_orig_mod" in name]
+
+
+@pytest.mark.parametrize("asked, used", [("auto", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")])
+def test_the_type_of_the_products_is_what_was_asked_for_and_logged(asked, used, python_text, tmp_path, monkeypatch):
+    types = set()
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, gelu=torch.nn.functional.gelu: (types.add(x.dtype), gelu(x))[1])
+    run("--data", python_text, "--out_dir", tmp_path, "--steps", 1, "--dtype", asked, "--sample_every", 100)
+    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["dtype"] == used
+    assert getattr(torch, used) in types
+
+
+@pytest.mark.parametrize("rate", [0, 0.5])
+def test_the_share_of_the_peak_counts_what_was_executed_and_is_null_where_no_peak_is_known(rate, python_text, tmp_path, monkeypatch):
+    run("--data", python_text, "--out_dir", tmp_path / "cpu", "--steps", 3, "--skip_rate", rate)
+    assert log_of(tmp_path / "cpu", "mfu") == [None] * 3
+    monkeypatch.setattr(train, "peak_flops", lambda device: 1e6)        # so that the rounding does not show
+    run("--data", python_text, "--out_dir", tmp_path / "known", "--steps", 3, "--skip_rate", rate)
+    flops, speed, mfu = (log_of(tmp_path / "known", key) for key in ("flops", "tokens_per_s", "mfu"))
+    assert np.allclose(np.diff([0, *flops]) * np.array(speed) / 256 / 1e6, mfu, rtol=1e-3)
+    model = train.model_from(read_checkpoint(tmp_path / "known" / "ckpt.pt"))
+    assert flops[0] == 3 * 256 * model.flops_per_token([1 - rate] * 4)
+
+
+def test_a_step_may_be_a_single_sequence(python_text, tmp_path):
+    run("--data", python_text, "--out_dir", tmp_path, "--steps", 2, "--micro_batch", 1, "--batch_tokens", 32)
+    assert log_of(tmp_path, "tokens") == [32, 64]
+
+
+@pytest.mark.parametrize("flags, factors", [
+    (["--steps", 3, "--warmup_steps", 3], (1 / 3, 1)), (["--steps", 3, "--warmup_steps", 0], (1, 1)), (["--steps", 1], (1, 1)),
+    (["--flop_budget", 1e-300], (1, 1)), (["--steps", 2, "--learning_rate", 0], (1, 1))])
+def test_the_edges_of_the_schedule_train_from_a_rate_above_zero(flags, factors, python_text, tmp_path):
+    run("--data", python_text, "--out_dir", tmp_path, *flags)
+    logged = log_of(tmp_path, "lr_factor")
+    assert logged[0] == pytest.approx(factors[0]) and 0 < max(logged) <= factors[1]
 
 
 def test_a_run_ends_with_its_figures_a_sample_and_the_next_commands(python_text, tmp_path, capsys):
@@ -321,6 +387,16 @@ def test_eval_only_prints_and_logs_a_table_and_changes_no_weight(quarter, capsys
     assert added[5]["kept_share"].count(None) == 2 and added[3]["layers_run"] == 0.75
     assert added[1]["flops_share"] == pytest.approx(added[3]["flops_share"], abs=0.02) and added[5]["flops_share"] < 0.8
     assert (out_dir / "ckpt.pt").read_bytes() == before
+
+
+def test_a_depth_budget_is_a_skip_rate_said_in_layers(quarter, capsys):
+    out_dir = quarter / "modulator"
+    for flags in (["--depth_budget", "4"], ["--skip_rates", "0.5"]):
+        train.main(["--eval_only", "--out_dir", str(out_dir), *flags])
+    by_layers, by_rate = dial_of(out_dir)[-2:]
+    assert by_layers == by_rate and by_layers["layers_run"] == pytest.approx(0.5, abs=0.1)
+    for flags, named in ((["--depth_budget", 8.5], "at most 8"), (["--depth_budget", 4, "--skip_rates", "0"], "--skip_rates")):
+        assert named in fails(train.main, ["--eval_only", "--out_dir", out_dir, *flags], capsys)
 
 
 def test_a_prenorm_checkpoint_can_drop_whole_layers_only(python_text, tmp_path, capsys):
@@ -507,7 +583,7 @@ def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(python_t
     (["--n_head", 3, "--n_embd", 64], "--n_embd 64"), (["--learning_rate", "nan"], "nan"), (["--steps", 0], "--steps"),
     (["--warmup_steps", 9, "--steps", 5], "--warmup_steps 9"), (["--batch_tokens", 100], "128"), (["--dropout", 1], "--dropout"),
     (["--min_lr", 2], "--min_lr"), (["--device", "gpu"], "cpu"), (["--device", "cuda:99"], "--device cuda:99"),
-    (["--dtype", "float16"], "float16"), (["--out_dir", "/proc/x"], "/proc/x"), (["--init_from", "/nonexistent.pt"], "/nonexistent.pt"),
+    (["--dtype", "float16"], "float16"), (["--dtype", "fp16"], "bfloat16"), (["--device", "mps:7"], "--device mps:7"), (["--grad_accum", 3], "--grad_accum"), (["--depth_budget", 2], "--eval_only"), (["--micro_batc", 4], "--micro_batc"), (["--data", ""], "--data"), (["--out_dir", "/proc/x"], "/proc/x"), (["--init_from", "/nonexistent.pt"], "/nonexistent.pt"),
     (["--init_from", "x", "--resume"], "--init_from"), (["--skip_rate", 1], "'1'"), (["--skip_rate", -0.1], "-0.1"),
     (["--skip_rate", "0.1,0.2"], "2 numbers"), (["--skip_rate", "0.1,,0.2,0.3"], "''"), (["--skip_rate", "random:"], "''"),
     (["--skip_rate", "random:0.1,0.2"], "random:"), (["--skip_rate", 0.25, "--residual", "prenorm"], "--skip_rate 0.25"),
@@ -527,7 +603,8 @@ def test_a_file_in_place_of_the_out_dir_is_named(python_text, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flags, named", [
-    (["--n_layer", 3], "--n_layer 2 there, 3 asked for"), (["--seed", 7], "--seed"), (["--residual", "prenorm"], "--residual"),
+    (["--n_layer", 3], "--n_layer 2 there, 3 asked for"), (["--seed", 7], "--seed"), (["--residual", "prenorm"], "--residual nag there, prenorm asked for"),
+    (["--n_embd", 64], "--n_embd 32 there, 64 asked for"), (["--n_head", 1], "--n_head"), (["--block_size", 16], "--block_size 32 there, 16"),
     (["--batch_tokens", 128], "--batch_tokens"), (["--block_size", 64, "--batch_tokens", 256], "--block_size")])
 def test_resuming_with_another_model_or_other_batches_is_refused(flags, named, python_text, tmp_path, capsys):
     run("--data", python_text, "--out_dir", tmp_path, "--steps", 1)
