@@ -307,7 +307,7 @@ def test_the_table_travels_in_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("arguments, named", [
     ({"skip_rate": 1.0}, "below 1"), ({"skip_rate": -0.1}, "skip_rate -0.1"), ({"skip_rate": math.nan}, "nan"),
-    ({"skip_rate": [0.1] * 5}, "5 numbers"), ({"depth_budget": 7}, "at most 6"), ({"depth_budget": 0}, "depth budget 0"),
+    ({"skip_rate": [0.1] * 5}, "5 numbers"), ({"depth_budget": 7}, "at most 6"), ({"depth_budget": 0}, "depth_budget 0"),
     ({"skip_rate": 0.1, "depth_budget": 3}, "twice"), ({"allocation": "nonsense"}, "nonsense")])
 def test_a_depth_that_cannot_be_is_refused(arguments, named):
     with pytest.raises(ModelError, match=named):
