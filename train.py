@@ -149,8 +149,6 @@ def check_args(args):
         raise UserError("--choose random: the pre-norm baseline skips no tokens; leave it out")
     if args.depth_budget is not None and not args.eval_only:
         raise UserError(f"--depth_budget {args.depth_budget:g}: for --eval_only; in training give --skip_rate")
-    if args.depth_budget is not None and args.depth_budget > 2 * args.n_layer:
-        raise UserError(f"--depth_budget {args.depth_budget:g}: expected at most {2 * args.n_layer} (2·n_layer) layers")
     if args.choose == "static" and not args.eval_only:
         raise UserError("--choose static: a control for --eval_only; a shallower model is --n_layer")
     micro_tokens = args.micro_batch * args.block_size
@@ -178,7 +176,7 @@ from tqdm import tqdm
 import sample
 
 from model import (AboveCut, Config, ModelError, NAGTransformer, RandomShare, StaticDrop, TopShare, angle_between, choose_device,
-                   kept_count, model_from, read_checkpoint, save_checkpoint)
+                   kept_count, model_from, rate_from_depth, read_checkpoint, save_checkpoint)
 
 # Dense bfloat16 FLOP/s as the makers state them, for the share that is reached (MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
@@ -570,7 +568,7 @@ def settle_flags(args) -> dict | None:
         check_meta(origin["meta"], str(path if args.init_from is None else args.init_from))
     check_args(args)
     if args.depth_budget is not None:
-        args.skip_rates = [1 - args.depth_budget / (2 * args.n_layer)]
+        args.skip_rates = [rate_from_depth(args.depth_budget, 2 * args.n_layer)]
     if args.skip_rate is None:
         args.skip_rate = DEFAULT_SKIP_RATE if args.residual == "nag" else "0"
     if not args.eval_only:

@@ -28,6 +28,7 @@ from prepare_data import Parser
 SCRIPTS = {"train.py": train, "sample.py": sample, "prepare_data.py": prepare_data}
 NUMBERS = ["", " ", "x", "0", "-1", "-0.5", "nan", "inf", "-inf", "1e400", "1e-400", "1.5", "0x10", "1,2", "1000000000", str(2**31),
            str(2**62), str(10**30), "9" * 5000]
+NEVER = {"", " ", "x", "-1", "-0.5", "nan", "inf", "-inf", "1e400"}                 # what no number of ours can be
 NAMES = ["", "x", "gpt", "cuda:99", "cpu ", "None"]
 ENDLESS = {"--num_samples", "--max_new_tokens"}             # a billion of these is allowed, and takes its time
 FILES = ["missing", "empty", "folder", "zeros", "text", "cut", "list", "json", "under a file", "a" * 5000, ""]
@@ -178,8 +179,12 @@ def test_every_flag_and_every_file_works_or_is_answered_in_one_line(place, monke
         return rate(*args)
     monkeypatch.setattr(train, "learning_rate_factor", rate_then_stop)
     before, accepted, all_cases = contents(place), 0, cases(place)
-    for case in all_cases:
-        accepted += works_or_is_answered(*case, place, before)
+    numeric = {action.option_strings[0] for script in SCRIPTS.values() for action in flags_of(script)
+               if values_for(action, place) is NUMBERS}
+    for name, extra, named in all_cases:
+        works = works_or_is_answered(name, extra, named, place, before)
+        assert not (works and named in numeric and extra[0].partition("=")[2] in NEVER), (name, extra)
+        accepted += works
         torch.set_num_threads(threads)
     print(f"{len(all_cases)} cases, {accepted} of them accepted")
     assert len(all_cases) - accepted > 300 and accepted > 20
