@@ -19,6 +19,7 @@ Norm-Agnostic Residual Networks" (arXiv 2606.16112); its equation numbers stand 
 import bisect
 import copy
 import errno
+import functools
 import hashlib
 import itertools
 import math
@@ -32,6 +33,7 @@ from typing import Callable, Iterator, NamedTuple, Sequence
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 
 class ModelError(ValueError):
@@ -290,6 +292,7 @@ class Context(NamedTuple):
     mask: torch.Tensor | None       # (B or 1, 1, T, S); None: plain causal attention over the T tokens themselves
     cache: "KVCache | None" = None
     operations: Operations = PLAIN
+    activation_checkpointing: bool = False
 
 
 class KVCache:
@@ -391,6 +394,11 @@ class MLP(nn.Module):
 # Layers: a branch and how its output enters the stream
 
 
+def recomputed(function):
+    """The function, keeping for the backward pass only its arguments; what lies between is computed again."""
+    return functools.partial(torch.utils.checkpoint.checkpoint, function, use_reentrant=False)
+
+
 class NAGLayer(nn.Module):
     """A branch that turns the direction by atan(α·m)."""
 
@@ -411,18 +419,22 @@ class NAGLayer(nn.Module):
     def forward(self, stream: Stream, choose, context: Context):
         """The stream after this layer, and the rows it ran for: choose(m), or all (None) where there is no choice."""
         direction, log_norm = stream
-        ops = context.operations
-        m = self.modulate(direction, ops)                                                        # (B, T)
+        m = self.modulate(direction, context.operations)                                         # (B, T)
         rows = choose(m.detach()) if choose is not None else None
-        kept = None if rows is None else rows.kept
-        if kept is not None and len(kept) == 0 and context.cache is not None:
+        if rows is not None and len(rows.kept) == 0 and context.cache is not None:
             # Decoding, and nobody runs this layer: nothing is left to do but to keep what later tokens may attend to.
             if isinstance(self.branch, Attention):
                 self.branch.keys_and_values(direction, context)
             return stream, rows
-        direction, x_kept = ops.gather_rows(direction, rows)                                     # (B, T, d), (k, d)
+        act = recomputed(self.act) if context.activation_checkpointing else self.act
+        return Stream(*act(direction, m, log_norm, rows, context)), rows
+
+    def act(self, direction, m, log_norm, rows, context: Context):
+        """Run the branch for the rows that were chosen, and turn their directions."""
+        kept = None if rows is None else rows.kept
+        direction, x_kept = context.operations.gather_rows(direction, rows)                      # (B, T, d), (k, d)
         out = self.dropout(self.branch(direction, x_kept, kept, context))                        # (k, d) or (B, T, d)
-        return Stream(*ops.nag_update(direction, out, self.alpha * m, log_norm, rows)), rows
+        return context.operations.nag_update(direction, out, self.alpha * m, log_norm, rows)
 
 
 class PreNormStream(NamedTuple):
@@ -454,8 +466,12 @@ class PreNormLayer(nn.Module):
         self.norm = nn.RMSNorm(config.n_embd, eps=1e-6)
 
     def forward(self, stream: PreNormStream, choose, context: Context):
-        residual, x = stream.normalised(self.norm.weight, context.operations)
-        return PreNormStream(residual, self.dropout(self.branch(x, x, None, context))), None
+        act = recomputed(self.act) if context.activation_checkpointing else self.act
+        return PreNormStream(*act(*stream, context)), None
+
+    def act(self, residual, pending, context: Context):
+        residual, x = PreNormStream(residual, pending).normalised(self.norm.weight, context.operations)
+        return residual, self.dropout(self.branch(x, x, None, context))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -608,7 +624,7 @@ class NAGTransformer(nn.Module):
             self.register_buffer("default_cuts", torch.full((n_layers,), torch.nan))        # and its own thresholds
         else:
             self.final_norm = nn.RMSNorm(config.n_embd, eps=1e-6)
-        self.operations = PLAIN
+        self.operations, self.activation_checkpointing = PLAIN, False
         self.init_weights()
 
     def use_kernels(self, kernels: str = "auto") -> "NAGTransformer":
@@ -693,7 +709,8 @@ class NAGTransformer(nn.Module):
         stream = self.embed(tokens)
         table_dtype = torch.promote_types(self.unembedding.weight.dtype, torch.float32)
         cos, sin = rotary(positions.unsqueeze(1), self.config.n_embd // self.config.n_head, table_dtype)
-        context, choose = Context(cos, sin, mask, cache, self.operations), None
+        context, choose = Context(cos, sin, mask, cache, self.operations,
+                                  self.activation_checkpointing and torch.is_grad_enabled()), None
         if depth is not None:
             ties = 1e-4 * tie_break(positions, len(self.layers))                                 # (L, B or 1, T)
         for l, layer in enumerate(self.layers):
@@ -741,7 +758,8 @@ class NAGTransformer(nn.Module):
     @torch.no_grad()
     def measure_table(self, tokens):
         """Fill the table of thresholds from tokens (B, T): for each of RATES, the cuts of a forward pass at that rate."""
-        self.gains.copy_(torch.cat([layer.alpha.abs() for layer in self.layers]))
+        alphas = [layer.alpha.full_tensor() if hasattr(layer.alpha, "full_tensor") else layer.alpha for layer in self.layers]
+        self.gains.copy_(torch.cat(alphas).abs())               # whole also where processes share the parameters
         for i, rate in enumerate(self.RATES):
             self.quantiles[i] = torch.tensor(self.measured_cuts(tokens, [rate] * len(self.layers)))
 
@@ -963,14 +981,16 @@ def digests(checkpoint: dict) -> dict[str, str]:
     return result | {"": plain.hexdigest()}
 
 
-def save_checkpoint(path: Path, model: NAGTransformer, meta: dict, **entries):
+def save_checkpoint(path: Path, model: NAGTransformer, meta: dict, weights: dict | None = None, **entries):
     """Write model, config, `meta` (the data's meta.json) and further entries of tensors and plain values to `path`.
+
+    weights: the model's state_dict, where it has been gathered from several processes.
 
     The file is written beside it under a temporary name, flushed to the disk and renamed: `path` is always whole.
     Raises OSError where it cannot be written; what was there before is still there then.
     """
     path = Path(path)
-    checkpoint = {"format": 1, "config": asdict(model.config), "model": model.state_dict(), "meta": meta, **entries}
+    checkpoint = {"format": 1, "config": asdict(model.config), "model": weights or model.state_dict(), "meta": meta, **entries}
     checkpoint["sha256"] = digests(checkpoint)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:

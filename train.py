@@ -6,6 +6,7 @@
     python train.py --residual prenorm --out_dir out-pre     the baseline
     python train.py --skip_rate 0.25 --flop_budget 2e13 --out_dir out-25      every layer skips a quarter of the tokens
     python train.py --init_from out/ckpt.pt --data data/mine --out_dir out-mine --steps 200        fine-tune
+    torchrun --standalone --nproc_per_node 8 train.py        the same run, shared by the 8 GPUs of a node
 
 A run is a pure function of its flags: batch, skip rate and random numbers of a step depend on (--seed, step) alone. It
 leaves out_dir/ckpt.pt and out_dir/log.jsonl, one JSON object a line.
@@ -16,6 +17,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,6 +115,10 @@ def flag_parser() -> Parser:
                         help="torch.compile; None: on CUDA only")
     system.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto",
                         help="of the residual stream; auto: Triton on a GPU that has it, else PyTorch")
+    system.add_argument("--fsdp", action="store_true", help="under torchrun, share the model's weights among the processes "
+                        "(FSDP2), for a model that outgrows one GPU; with --optimizer adamw")
+    system.add_argument("--activation_checkpointing", action="store_true",
+                        help="keep only what enters each layer and compute it again backward: less memory, more time")
     system.add_argument("--threads", type=thread_count, default=None, help="CPU threads; None: PyTorch's choice")
 
     return parser
@@ -151,12 +157,24 @@ def check_args(args):
         raise UserError(f"--depth_budget {args.depth_budget:g}: for --eval_only; in training give --skip_rate")
     if args.choose == "static" and not args.eval_only:
         raise UserError("--choose static: a control for --eval_only; a shallower model is --n_layer")
-    micro_tokens = args.micro_batch * args.block_size
-    if args.batch_tokens % micro_tokens:
-        below, above = args.batch_tokens // micro_tokens * micro_tokens, -(-args.batch_tokens // micro_tokens) * micro_tokens
+    if args.fsdp and args.optimizer == "muon":
+        raise UserError("--fsdp: Muon orthogonalises whole matrices, which no process has; add --optimizer adamw")
+    if args.fsdp and not under_torchrun():
+        raise UserError("--fsdp: shares a model among processes, expected torchrun; start with: torchrun --standalone "
+                        "--nproc_per_node N train.py …")
+    n_processes = int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
+    share = args.micro_batch * args.block_size * n_processes
+    if args.batch_tokens % share:
+        below, above = args.batch_tokens // share * share, -(-args.batch_tokens // share) * share
         nearest = f"{below} or {above}" if below else f"{above}, or a smaller --micro_batch"
-        raise UserError(f"--batch_tokens {args.batch_tokens}: expected a multiple of --micro_batch × --block_size = "
-                        f"{micro_tokens}; try {nearest}")
+        times = f" × {n_processes} processes" if n_processes > 1 else ""
+        raise UserError(f"--batch_tokens {args.batch_tokens}: expected a multiple of --micro_batch × --block_size{times} = "
+                        f"{share}; try {nearest}")
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun has started this process, as one of WORLD_SIZE with their number in RANK."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 if __name__ == "__main__":      # answer --help and mistakes in flags before the seconds that importing torch takes
@@ -170,7 +188,11 @@ if __name__ == "__main__":      # answer --help and mistakes in flags before the
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import sample
@@ -180,6 +202,67 @@ from model import (AboveCut, Config, ModelError, NAGTransformer, RandomShare, St
 
 # Dense bfloat16 FLOP/s as the makers state them, for the share that is reached (MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes: one, or as many as torchrun has started. Each takes its micro-batches of a step; the first writes and prints
+
+
+@contextlib.contextmanager
+def processes(device: torch.device):
+    """Join the other processes, if torchrun has started any."""
+    if not under_torchrun():
+        yield
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+                            device_id=device if device.type == "cuda" else None)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return int(os.environ["RANK"]) if under_torchrun() else 0
+
+
+def n_ranks() -> int:
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
+
+
+def tell(text: str):
+    """Print, once for all processes."""
+    if rank() == 0:
+        print(text)
+
+
+def summed(values: list[float], device) -> list[float]:
+    """The sum of each value over all processes."""
+    if n_ranks() == 1:
+        return values
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def agreed(value):
+    """The first process's value, in all of them."""
+    values = [value]
+    if n_ranks() > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+def gathered(value):
+    """Nested dicts and lists with whole tensors on the CPU in place of sharded ones; in all processes, one at a time."""
+    if isinstance(value, dict):
+        return {key: gathered(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [gathered(item) for item in value]
+    if not isinstance(value, DTensor):
+        return value
+    whole = value.full_tensor()
+    return whole.cpu() if rank() == 0 else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,9 +327,10 @@ class Blocks:
 
 def open_data(args, meta: dict | None = None):
     """The training and validation blocks, and the meta of their encoding; the default data set is made if missing."""
-    if args.data == DEFAULT_DATA and not Path(args.data).exists():
+    if rank() == 0 and args.data == DEFAULT_DATA and not Path(args.data).exists():
         print(f"{args.data} does not exist: preparing it from this Python's standard library")
         prepare_data.main(["--source", "stdlib", "--out_dir", args.data])
+    agreed(None)        # the others wait until it is there
     train_paths = find_shards(args.data, "train")
     val_paths = find_shards(args.val_data or args.data, "val")
     found, val_meta = read_meta(train_paths[0].parent), read_meta(val_paths[0].parent)
@@ -318,6 +402,8 @@ class Evaluator:
             self.model.measure_table(self.calibration)
             self.model.set_default_depth(self.calibration, self.allocated(typical_rates(self.args)))
         self.model.train()
+        for buffer in self.model.buffers():         # equal already, but for what a GPU may round differently
+            buffer.copy_(agreed(buffer.cpu()))
 
     def allocated(self, rates: list[float]) -> list[float]:
         """The rates as --allocation distributes them."""
@@ -337,7 +423,7 @@ class Evaluator:
         if len(set(rates)) > 1 and self.model.can_skip():       # the table's rows are for equal rates: measure these
             self.model.eval()
             with self.autocast():
-                cuts = self.model.measured_cuts(self.calibration, rates)
+                cuts = agreed(self.model.measured_cuts(self.calibration, rates))
             self.model.train()
             return AboveCut([cut if rate else -math.inf for rate, cut in zip(rates, cuts)])
         return self.model.cuts_for(rates)
@@ -352,7 +438,7 @@ class Evaluator:
         with self.autocast():
             self.model.run_layers(self.calibration, watch=watch)
         self.model.train()
-        return [angles[layer] for layer in range(len(self.model.layers))]
+        return agreed([angles[layer] for layer in range(len(self.model.layers))])
 
     @torch.no_grad()
     def __call__(self, depth=None) -> dict:
@@ -374,15 +460,24 @@ class Evaluator:
                 angle[layer] += realised.atan().sum().item()
 
         model.eval()
-        torch.manual_seed(self.args.seed)       # for --choose random
-        for start in range(0, len(self.numbers), self.args.micro_batch):
-            tokens, targets = self.val_blocks.read(self.numbers[start:start + self.args.micro_batch], self.device)
+        batches = [self.numbers[start:start + self.args.micro_batch]
+                   for start in range(0, len(self.numbers), self.args.micro_batch)]
+        for turn in range(-(-len(batches) // n_ranks())):
+            batch = turn * n_ranks() + rank()
+            counts = batch < len(batches)       # a sharded model needs all processes in each pass, also in the last turn
+            torch.manual_seed(hash((self.args.seed, batch)) % 2**63)        # for --choose random
+            tokens, targets = self.val_blocks.read(batches[batch % len(batches)], self.device)
             with self.autocast():
-                logits = model(tokens, depth, watch=watch)
+                logits = model(tokens, depth, watch=watch if counts else None)
+            if not counts:
+                continue
             nats += F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
             if self.token_bytes is not None:
                 bytes_scored += float(self.token_bytes[targets.cpu().numpy()].sum())
         model.train()
+        L = len(ran)
+        nats, bytes_scored, *each = summed([nats, bytes_scored, *ran, *gain, *angle], self.device)
+        ran, gain, angle = each[:L], each[L:2 * L], each[2 * L:]
         kept = [None if depth is not None and depth.drops(l) else ran[l] / n_tokens for l in range(len(ran))]
         means = [[total / count if count else 0.0 for total, count in zip(totals, ran)] if model.config.residual == "nag"
                  else None for totals in (gain, angle)]
@@ -411,6 +506,9 @@ def settle_system(args) -> tuple[torch.device, torch.dtype, bool]:
     """Device, type of the matrix products, and whether to compile: what the flags say, or else what suits the device."""
     device = choose_device(args.device)
     on_cuda = device.type == "cuda"
+    if on_cuda and under_torchrun():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     if on_cuda:
         torch.set_float32_matmul_precision("high")      # TF32 in the few products that autocast leaves in float32
     if args.threads:
@@ -447,7 +545,9 @@ class Log:
     """out_dir/log.jsonl: one JSON object a line. Lines past `step`, that of the checkpoint to go on from, are cut."""
 
     def __init__(self, path: Path, step: int | None = None):
-        self.path = path
+        self.path, self.file = path, None
+        if rank() > 0:
+            return
         with self.answered():
             if step is not None and path.exists():
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
@@ -478,6 +578,8 @@ class Log:
                             f"stands in the checkpoint beside it is safe, go on from there with --resume") from error
 
     def write(self, **entry):
+        if self.file is None:
+            return
         with self.answered():
             self.file.write(json.dumps(entry) + "\n")
             self.file.flush()
@@ -571,7 +673,7 @@ def settle_flags(args) -> dict | None:
         args.skip_rates = [rate_from_depth(args.depth_budget, 2 * args.n_layer)]
     if args.skip_rate is None:
         args.skip_rate = DEFAULT_SKIP_RATE if args.residual == "nag" else "0"
-    if not args.eval_only:
+    if not args.eval_only and rank() == 0:
         check_out_dir(args)
     return origin
 
@@ -580,7 +682,20 @@ def settle_flags(args) -> dict | None:
 # Training
 
 
-def build(args, origin: dict | None, meta: dict, device):
+def shard(model: NAGTransformer, dtype: torch.dtype | None):
+    """Share the parameters among all processes; each layer's are gathered while it runs. Branches compute in `dtype`.
+
+    Gates, embeddings and head stay in float32, as does the sum of gradients.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    for layer in model.layers:
+        fully_shard(layer.branch, mp_policy=MixedPrecisionPolicy(dtype, torch.float32))
+        fully_shard(layer)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "run_layers")       # which measures thresholds without the head
+
+
+def build(args, origin: dict | None, meta: dict, device, dtype):
     """Model and optimizers of a run, new or as a checkpoint has them; and the steps and FLOPs done."""
     torch.manual_seed(args.seed)
     if origin:
@@ -591,6 +706,9 @@ def build(args, origin: dict | None, meta: dict, device):
         config = Config(vocab_size=meta["vocab_size"], **shape, **alpha)
         check_memory(config, args, device)
         model = NAGTransformer(config).to(device).use_kernels(args.kernels)
+    model.activation_checkpointing = args.activation_checkpointing
+    if args.fsdp:
+        shard(model, torch.bfloat16 if dtype == torch.bfloat16 else None)
     optimizers = model.configure_optimizers(args.optimizer, args.learning_rate, args.matrix_learning_rate,
                                             args.gate_learning_rate, args.weight_decay)
     if not args.eval_only:
@@ -616,6 +734,10 @@ def load_optimizers(optimizers, origin: dict, path: Path):
         try:
             found = {index: {name: tuple(moment.shape) for name, moment in moments.items()}
                      for index, moments in state["state"].items()}
+            for parameter, moments in zip(parameters, state["state"].values()):
+                if isinstance(parameter, DTensor):
+                    moments |= {name: distribute_tensor(moment.to(parameter.device), parameter.device_mesh, parameter.placements)
+                                for name, moment in moments.items() if moment.shape == parameter.shape}
             optimizer.load_state_dict({"state": state["state"], "param_groups": groups})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             refuse(f"{type(error).__name__} on reading it")
@@ -647,27 +769,42 @@ def check_memory(config: Config, args, device):
 
 
 @contextlib.contextmanager
-def stop_signals():
-    """A list that receives the name of the first SIGINT or SIGTERM, for the loop to look at; a second one interrupts."""
-    asked = []
+def stop_signals(asked: list[str]):
+    """While within, SIGINT, SIGTERM and SIGUSR1 put their names into `asked`, for the loop to look at.
 
+    A second SIGINT interrupts. Cluster schedulers send SIGUSR1 some time before SIGTERM; Windows has no such signal.
+    """
     def note(number, frame):
-        if asked:
+        if number == signal.SIGINT and "SIGINT" in asked:
             raise KeyboardInterrupt
         asked.append(signal.Signals(number).name)
 
-    handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    known = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    handlers = {number: signal.signal(number, note) for number in known}
     try:
-        yield asked
+        yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
+class Objective(nn.Module):
+    """The loss as a module, which is what DistributedDataParallel takes."""
+
+    def __init__(self, model: NAGTransformer, autocast):
+        super().__init__()
+        self.model, self.autocast = model, autocast
+
+    def forward(self, tokens, targets, depth=None):
+        with self.autocast():
+            return self.model.loss(tokens, targets, depth)
+
+
 class Run:
     """A run in training: its model, its optimizers, how far it is, and where it is written."""
 
-    def __init__(self, args, model, optimizers, step: int, flops: float, blocks: Blocks, evaluator: Evaluator, meta: dict):
+    def __init__(self, args, model, optimizers, step: int, flops: float, blocks: Blocks, evaluator: Evaluator, meta: dict,
+                 compiled: bool):
         self.args, self.model, self.optimizers, self.step, self.flops = args, model, optimizers, step, flops
         self.blocks, self.evaluator, self.meta = blocks, evaluator, meta
         self.path, self.saved = args.out_dir / "ckpt.pt", step
@@ -676,11 +813,14 @@ class Run:
         self.micro_tokens = args.micro_batch * args.block_size
         self.micro_batches = args.batch_tokens // self.micro_tokens
         self.choice = RandomShare if args.choose == "random" else TopShare
-        self.loss_function = self.loss
-
-    def loss(self, tokens, targets, depth=None):
-        with self.evaluator.autocast():
-            return self.model.loss(tokens, targets, depth)
+        self.skipped_in_a_row = 0
+        self.stop: list[str] = []       # names of the signals that ask to stop
+        self.objective = Objective(model, evaluator.autocast)
+        if compiled:
+            self.compile()
+        if n_ranks() > 1 and not args.fsdp:
+            on_cuda = [evaluator.device.index] if evaluator.device.type == "cuda" else None
+            self.objective = DistributedDataParallel(self.objective, on_cuda, gradient_as_bucket_view=True)
 
     def compile(self):
         """Compile the loss. A count of kept tokens is a shape, and each shape a graph: 9 with a warm-up, see rates_at.
@@ -689,7 +829,7 @@ class Run:
         all that follow.
         """
         torch._dynamo.config.recompile_limit = 16
-        self.loss_function = torch.compile(self.loss, dynamic=None if self.args.allocation == "global" else False)
+        self.objective.compile(dynamic=None if self.args.allocation == "global" else False)
 
     def progress(self) -> float:
         """Share of the run that is done."""
@@ -710,7 +850,7 @@ class Run:
         for _ in range(2):
             started = time.perf_counter()
             try:
-                self.loss_function(*self.blocks.micro_batch(self.args.seed, 0, self.args.micro_batch, device)).backward()
+                self.objective(*self.blocks.micro_batch(self.args.seed, 0, self.args.micro_batch, device)).backward()
             except Exception as error:
                 if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                     raise
@@ -723,39 +863,63 @@ class Run:
         return time.perf_counter() - started
 
     def take_step(self, learning_rate_factor: float, rates: list[float]) -> dict:
-        """One optimizer step, each layer skipping at its rate. Returns what the log says about it."""
+        """One optimizer step, each layer skipping at its rate. Returns what the log says about it.
+
+        Where the loss or the gradient is not finite the step is left out, and counted; UserError after ten in a row.
+        """
+        loss, stops = summed([self.accumulate(rates), bool(self.stop)], self.evaluator.device)
+        if stops and not self.stop:
+            self.stop.append("another process")
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.grad_clip)
+        grad_norm = (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm).item()
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite:
+            self.update(learning_rate_factor)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        kept = [kept_count(rate, self.micro_tokens) / self.micro_tokens for rate in rates]
+        self.step, self.flops = self.step + 1, self.flops + 3 * self.model.flops_per_token(kept) * self.args.batch_tokens
+        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row == 10:
+            raise self.diverged(f"loss {loss:g} and gradient norm {grad_norm:g} in the tenth step in a row, learning rate "
+                                f"{learning_rate_factor:.3g} of its peak")
+        return {"step": self.step, "loss": loss, "grad_norm": grad_norm, "lr_factor": learning_rate_factor,
+                "flops": self.flops, "skip_rate": sum(rates) / len(rates), "tokens": self.step * self.args.batch_tokens,
+                **({} if finite else {"left_out": True})}
+
+    def update(self, learning_rate_factor: float):
+        """Let the optimizers move the weights."""
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = group["initial_lr"] * learning_rate_factor
-        loss = self.accumulate(rates)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.grad_clip)
         try:
             for optimizer in self.optimizers:
                 optimizer.step()
-                optimizer.zero_grad()
         except RuntimeError as error:
             if "overflow" not in str(error):        # how PyTorch refuses a rate that float32 cannot hold
                 raise
             raise self.diverged("a learning rate too large for float32") from error
-        kept = [kept_count(rate, self.micro_tokens) / self.micro_tokens for rate in rates]
-        self.step, self.flops = self.step + 1, self.flops + 3 * self.model.flops_per_token(kept) * self.args.batch_tokens
-        loss = loss.item()
-        if not math.isfinite(loss):
-            raise self.diverged(f"loss is {loss}")
-        return {"step": self.step, "loss": loss, "grad_norm": grad_norm.item(), "lr_factor": learning_rate_factor,
-                "flops": self.flops, "skip_rate": sum(rates) / len(rates), "tokens": self.step * self.args.batch_tokens}
 
-    def accumulate(self, rates: list[float]) -> torch.Tensor:
-        """Gradients of the micro-batches of a step, added up; returns their mean loss, which has not left the device."""
+    def accumulate(self, rates: list[float]) -> float:
+        """Gradients of this process's micro-batches of a step, averaged over all processes with the last; returns this
+        process's share of the mean loss."""
         args, device = self.args, self.evaluator.device
         depth = self.choice(rates, self.micro_tokens) if any(rates) else None
         loss = torch.zeros((), device=device)
-        for micro in range(self.micro_batches):
+        for micro in range(rank(), self.micro_batches, n_ranks()):
             first = (self.step * self.micro_batches + micro) * args.micro_batch
             torch.manual_seed(hash((args.seed, self.step, micro)) % 2**63)       # for dropout and --choose random
-            micro_loss = self.loss_function(*self.blocks.micro_batch(args.seed, first, args.micro_batch, device), depth)
-            (micro_loss / self.micro_batches).backward()
+            batch = self.blocks.micro_batch(args.seed, first, args.micro_batch, device)
+            with self.synchronised(micro + n_ranks() >= self.micro_batches):
+                micro_loss = self.objective(*batch, depth)
+                (micro_loss * (n_ranks() / self.micro_batches)).backward()
             loss += micro_loss.detach() / self.micro_batches
-        return loss
+        return loss.item()
+
+    def synchronised(self, wanted: bool):
+        """Whether the backward pass within averages gradients over the processes."""
+        if self.args.fsdp:
+            self.model.set_requires_gradient_sync(wanted)
+        return self.objective.no_sync() if n_ranks() > 1 and not self.args.fsdp and not wanted else contextlib.nullcontext()
 
     def evaluate(self) -> dict:
         """Measure the thresholds anew, and what the model is worth with them at the rates that it trains for."""
@@ -775,13 +939,16 @@ class Run:
         return self.progress() >= 1 or every is not None and self.step % every == 0
 
     def save(self):
+        self.saved = self.step
+        weights, states = gathered(self.model.state_dict()), gathered([each.state_dict() for each in self.optimizers])
+        if rank() > 0:
+            return
         try:
-            save_checkpoint(self.path, self.model, meta=self.meta, step=self.step, flops=self.flops, train=self.settings,
-                            versions=versions(), optimizer=[optimizer.state_dict() for optimizer in self.optimizers])
+            save_checkpoint(self.path, self.model, self.meta, weights, step=self.step, flops=self.flops,
+                            train=self.settings, versions=versions(), optimizer=states)
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written ({error.strerror}) at step {self.step}; what it held before still "
                             f"stands; make room and go on with --resume") from error
-        self.saved = self.step
 
 
 @contextlib.contextmanager
@@ -800,32 +967,30 @@ def train(args):
     """What the flags say: a run, its continuation, or an evaluation."""
     origin = settle_flags(args)
     device, dtype, compiled = settle_system(args)
-    train_blocks, val_blocks, meta = open_data(args, origin and origin["meta"])
-    encoding = encoding_from_meta(meta)
+    with processes(device), memory_answered(args):
+        train_blocks, val_blocks, meta = open_data(args, origin and origin["meta"])
+        encoding = encoding_from_meta(meta)
 
-    def autocast():
-        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+        def autocast():
+            return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
-    with memory_answered(args):
-        model, optimizers, step, flops = build(args, origin, meta, device)
+        model, optimizers, step, flops = build(args, origin, meta, device, dtype)
         evaluator = Evaluator(model, args, train_blocks, val_blocks, encoding.token_bytes(), autocast)
         if args.eval_only:
-            print(evaluator.dial(Log((args.init_from or args.out_dir / "ckpt.pt").parent / "log.jsonl")))
+            tell(evaluator.dial(Log((args.init_from or args.out_dir / "ckpt.pt").parent / "log.jsonl")))
             return
-        run = Run(args, model, optimizers, step, flops, train_blocks, evaluator, meta)
+        run = Run(args, model, optimizers, step, flops, train_blocks, evaluator, meta, compiled)
         if run.progress() >= 1:
-            print(f"{run.path}: all of the run's {step} steps are done; give a larger --steps or --flop_budget to go on")
+            tell(f"{run.path}: all of the run's {step} steps are done; give a larger --steps or --flop_budget to go on")
             return
-        if compiled:
-            run.compile()
         warmup = announce(run, device, dtype)
         log = Log(args.out_dir / "log.jsonl", step)
         log.write(command=sys.argv, versions=versions(), config=vars(model.config), train=run.settings, device=str(device),
-                  dtype=str(dtype)[6:], compiled=compiled, parameters=model.num_params(), step=step)
-        found, stopped_by = loop(run, log, warmup, encoding)
-        if stopped_by:
-            print(f"{stopped_by}: stopped after step {run.step}, saved in {run.path}; go on with: python "
-                  f"train.py{out_dir_flag(args)} --resume")
+                  dtype=str(dtype)[6:], compiled=compiled, parameters=model.num_params(), step=step, processes=n_ranks())
+        found = loop(run, log, warmup, encoding)
+        if run.stop:
+            tell(f"{run.stop[0]}: stopped after step {run.step}, saved in {run.path}; go on with: python "
+                 f"train.py{out_dir_flag(args)} --resume")
         else:
             close(run, log, found)
 
@@ -833,34 +998,36 @@ def train(args):
 def announce(run: Run, device, dtype) -> int:
     """Say what is about to run and how long it will take; returns the steps of the warm-up."""
     args, model, typical = run.args, run.model, run.typical_step_flops()
-    step_seconds = run.timed_micro_batch() * run.micro_batches * typical / run.full_step_flops()
+    seconds = summed([run.timed_micro_batch()], device)[0] / n_ranks()
+    step_seconds = seconds * run.micro_batches / n_ranks() * typical / run.full_step_flops()
     if step_seconds > LARGEST_STEP:
         raise UserError(f"--batch_tokens {args.batch_tokens}: one step would take about {readable(step_seconds)} here; try "
                         f"--batch_tokens {run.micro_tokens * max(1, int(run.micro_batches / step_seconds))}")
     all_steps = args.flop_budget / typical if args.flop_budget else args.steps
     steps_left = math.ceil((1 - run.progress()) * all_steps)
-    print(f"{model.num_params():,} parameters ({args.residual}, {args.n_layer} blocks of width {args.n_embd}) on {device}, "
-          f"{str(dtype)[6:]}; {args.batch_tokens:,} tokens a step, {typical / args.batch_tokens:,.0f} FLOPs a token; "
-          f"{steps_left} steps in about {readable(step_seconds * steps_left)}")
+    where = f"{device}" if n_ranks() == 1 else f"{n_ranks()} × {device.type}"
+    tell(f"{model.num_params():,} parameters ({args.residual}, {args.n_layer} blocks of width {args.n_embd}) on {where}, "
+         f"{str(dtype)[6:]}; {args.batch_tokens:,} tokens a step, {typical / args.batch_tokens:,.0f} FLOPs a token; "
+         f"{steps_left} steps in about {readable(step_seconds * steps_left)}")
     return args.warmup_steps if args.warmup_steps is not None else min(50, math.ceil(all_steps / 4))
 
 
-def loop(run: Run, log: Log, warmup: int, encoding) -> tuple[dict, str | None]:
-    """Train until the run is done or a signal asks to stop. Returns the last evaluation and the signal's name."""
+def loop(run: Run, log: Log, warmup: int, encoding) -> dict:
+    """Train until the run is done or a signal asks to stop. Returns the last evaluation."""
     args, evaluator, found = run.args, run.evaluator, {}
     peak = peak_flops(evaluator.device)
     bar = tqdm(total=args.flop_budget or args.steps, initial=run.flops if args.flop_budget else run.step, dynamic_ncols=True,
-               unit="FLOP" if args.flop_budget else "step", unit_scale=bool(args.flop_budget))
+               unit="FLOP" if args.flop_budget else "step", unit_scale=bool(args.flop_budget), disable=rank() > 0)
     if run.step == 0:
         run.save()          # so that a full disk is found now, and --resume knows this run's flags whenever it is killed
-    with bar, stop_signals() as stop:
-        while run.progress() < 1 and not stop:
+    with bar, stop_signals(run.stop):
+        while run.progress() < 1 and not run.stop:
             started, flops = time.perf_counter(), run.flops
             factor = learning_rate_factor(run.step, run.progress(), warmup, args.min_lr)
             entry = run.take_step(factor, evaluator.allocated(rates_at(run.step, args)))
             seconds, flops = time.perf_counter() - started, run.flops - flops
             entry |= {"tokens_per_s": round(args.batch_tokens / seconds),
-                      "mfu": round(flops / seconds / peak, 4) if peak else None}
+                      "mfu": round(flops / seconds / peak / n_ranks(), 4) if peak else None}
             evaluated = run.is_due(args.eval_every)
             if evaluated:
                 found = run.evaluate()
@@ -869,14 +1036,16 @@ def loop(run: Run, log: Log, warmup: int, encoding) -> tuple[dict, str | None]:
                 run.save()
             bar.set_postfix_str(f"loss {entry['loss']:.3f}, {entry['tokens_per_s']:,} tokens/s")
             bar.update(flops if args.flop_budget else 1)
-            if evaluated:
+            if evaluated and rank() == 0:
                 bar.write(f"step {run.step}: {evaluation_text(found)}")
                 warn_of_idle_layers(found, bar)
             if args.sample_every and run.step % args.sample_every == 0 and run.progress() < 1:
-                bar.write(sample_text(run.model, encoding, args.seed))
+                text = sample_text(run.model, encoding, args.seed)      # by all processes: weights may be shared
+                if rank() == 0:
+                    bar.write(text)
         if run.step > run.saved:
             run.save()
-    return found, stop[0] if stop else None
+    return found
 
 
 def warn_of_idle_layers(found: dict, bar):
@@ -892,16 +1061,17 @@ def out_dir_flag(args) -> str:
 def close(run: Run, log: Log, found: dict):
     """The end of a run: its figures, a sample, the dial, and the commands that come next."""
     args, here = run.args, out_dir_flag(run.args)
-    print(f"\n{run.model.num_params():,} parameters, {evaluation_text(found)}; checkpoint in {run.path}. A sample"
-          + (", each character with the layers it ran:\n" if args.residual == "nag" else ":\n"))
+    tell(f"\n{run.model.num_params():,} parameters, {evaluation_text(found)}; checkpoint in {run.path}. A sample"
+         + (", each character with the layers it ran:\n" if args.residual == "nag" else ":\n"))
     there = ["--checkpoint", str(run.path)] if here else []
-    sample.main([*there, "--seed", str(args.seed)] + (["--show_depth"] if args.residual == "nag" else []))
+    if rank() == 0:
+        sample.main([*there, "--seed", str(args.seed)] + (["--show_depth"] if args.residual == "nag" else []))
     if args.residual == "nag" and args.choose == "modulator":
-        print(f"\nThe same checkpoint at several depths:\n\n{run.evaluator.dial(log)}")
+        tell(f"\nThe same checkpoint at several depths:\n\n{run.evaluator.dial(log)}")
     more = f"--flop_budget {2 * args.flop_budget:g}" if args.flop_budget else f"--steps {2 * args.steps}"
     dial = " --skip_rate 0.5 --show_depth" if args.residual == "nag" else ""
-    print(f"\nNext:  python sample.py {' '.join(there)}{' ' if there else ''}--prompt 'def '{dial}\n"
-          f"       python train.py{here} --resume {more}")
+    tell(f"\nNext:  python sample.py {' '.join(there)}{' ' if there else ''}--prompt 'def '{dial}\n"
+         f"       python train.py{here} --resume {more}")
 
 
 def evaluation_text(found: dict) -> str:
@@ -915,11 +1085,28 @@ def sample_text(model, encoding, seed: int) -> str:
     return encoding.decode(tokens[1:].numpy()).decode("utf-8", errors="replace")[:300]
 
 
+def train_in_turn(args):
+    """Train; a mistake that all processes meet is told by the first, one that only another meets by that one."""
+    try:
+        train(args)
+    except (UserError, ModelError):
+        if rank() > 0:
+            time.sleep(5)       # torchrun ends us sooner if the first has told it
+        raise
+    except RuntimeError as error:
+        if under_torchrun() and LOST_PROCESS.search(str(error)):
+            raise SystemExit(1) from None       # which tells what has happened to it
+        raise
+
+
+LOST_PROCESS = re.compile("onnection (closed|reset|refused)|Socket|NCCL|Gloo", re.IGNORECASE)
+
+
 def main(argv=None):
     forgive_output()
     args = parse_args(argv)
     try:
-        exit_on_user_error(train, args, errors=(UserError, ModelError))
+        exit_on_user_error(train_in_turn, args, errors=(UserError, ModelError))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
