@@ -28,9 +28,9 @@ from prepare_data import (Parser, UserError, check_meta, encoding_from_meta, exi
                           positive_int, read_meta, seed_number, skip_rates)
 
 DEFAULT_DATA = "data/stdlib"
+LARGEST_STEP = 86_400                   # seconds that one step may take
 DEFAULT_SKIP_RATE = "random:0.5"        # one checkpoint for every rate; see the README's table for what it costs
 MODEL_FLAGS = ("residual", "n_layer", "n_head", "n_embd", "block_size", "n_directions", "dropout")
-LARGEST_STEP = 86_400   # seconds that one step may take
 RUN_FLAGS = MODEL_FLAGS + ("seed", "batch_tokens", "micro_batch", "optimizer", "choose")     # a run keeps these from start to end
 
 
@@ -49,8 +49,10 @@ def flag_parser() -> Parser:
     """All flags."""
     parser = Parser(description="Train a NAG Transformer or its pre-norm baseline.")
     data = parser.add_argument_group("data")
-    data.add_argument("--data", type=path_text, default=DEFAULT_DATA, help="folder or glob of token shards; the default is made if missing")
-    data.add_argument("--val_data", type=path_text, default=None, help="folder or glob of validation shards; None: the *val* ones of --data")
+    data.add_argument("--data", type=path_text, default=DEFAULT_DATA,
+                      help="folder or glob of token shards; the default is made if missing")
+    data.add_argument("--val_data", type=path_text, default=None,
+                      help="folder or glob of validation shards; None: the *val* ones of --data")
     data.add_argument("--out_dir", type=path_type, default=Path("out"), help="folder for the checkpoint and the log")
     origin = data.add_mutually_exclusive_group()
     origin.add_argument("--init_from", type=path_type, default=None, metavar="CKPT",
@@ -712,8 +714,8 @@ class Run:
             except Exception as error:
                 if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                     raise
-                raise UserError(f"--compile: torch.compile does not work here ({type(error).__name__}; on a CPU it needs a C++ "
-                                f"compiler); run with --no-compile") from error
+                raise UserError(f"--compile: torch.compile does not work here ({type(error).__name__}; on a CPU it needs a "
+                                f"C++ compiler); run with --no-compile") from error
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             if device.type == "cuda":
