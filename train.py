@@ -539,8 +539,8 @@ def check_progress(origin: dict, path: Path):
     """Refuse a checkpoint that does not say how far its run has come."""
     for entry, kinds in (("step", (int,)), ("flops", (int, float))):
         if type(origin[entry]) not in kinds or not 0 <= origin[entry] < math.inf:
-            raise UserError(f"{path}: its {entry!r} entry is {origin[entry]!r:.60}, expected a number of at least 0; start anew "
-                            f"from its weights with --init_from {path} --out_dir another")
+            raise UserError(f"{path}: its {entry!r} entry is {origin[entry]!r:.60}, expected a number of at least 0; start "
+                            f"anew from its weights with --init_from {path} --out_dir another")
 
 
 def settle_flags(args) -> dict | None:
@@ -555,7 +555,7 @@ def settle_flags(args) -> dict | None:
                                 f"from its weights with --init_from {path} --out_dir another")
         if not args.eval_only:
             check_progress(origin, path)
-        own = ("choose", "allocation", "skip_rates", "depth_budget") if args.eval_only else ()  # may differ from its training
+        own = ("choose", "allocation", "skip_rates", "depth_budget") if args.eval_only else ()      # may differ
         stored = {flag: value for flag, value in stored_flags(origin, path).items() if flag not in own}
         if "steps" in args.given:
             stored["flop_budget"] = None
@@ -642,8 +642,8 @@ def check_memory(config: Config, args, device):
         return                      # Windows says so at the first allocation
     if needed > there:
         raise UserError(f"--n_layer {args.n_layer} --n_embd {args.n_embd} --n_directions {args.n_directions} --micro_batch "
-                        f"{args.micro_batch} --block_size {args.block_size}: need {needed / 2**30:,.1f} GiB of memory or more, but "
-                        f"{device} has {there / 2**30:,.1f}; lower --micro_batch, or take a smaller model")
+                        f"{args.micro_batch} --block_size {args.block_size}: need {needed / 2**30:,.1f} GiB of memory or "
+                        f"more, but {device} has {there / 2**30:,.1f}; lower --micro_batch, or take a smaller model")
 
 
 @contextlib.contextmanager
@@ -793,7 +793,8 @@ def memory_answered(args):
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "Allocator" not in str(error):
             raise
         raise UserError(f"--micro_batch {args.micro_batch} --n_embd {args.n_embd} --n_layer {args.n_layer} --block_size "
-                        f"{args.block_size}: there is not enough memory; lower --micro_batch, or take a smaller model") from error
+                        f"{args.block_size}: there is not enough memory; lower --micro_batch, or take a smaller "
+                        f"model") from error
 
 
 def train(args):
