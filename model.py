@@ -567,9 +567,10 @@ def layer_rates(rate, n_layers: int) -> list[float]:
 
 def rate_from_depth(depth_budget: float, n_layers: int) -> float:
     """The skip rate that leaves each token `depth_budget` of its n_layers layers, on average."""
-    if not 0 < depth_budget <= n_layers:
+    rate = 1 - depth_budget / n_layers
+    if not 0 <= rate < 1:
         raise ModelError(f"depth_budget {depth_budget:g}: expected above 0 and at most {n_layers} (2·n_layer) layers")
-    return 1 - depth_budget / n_layers
+    return rate
 
 
 def interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -28,9 +28,9 @@ from prepare_data import (Parser, UserError, check_meta, encoding_from_meta, exi
                           positive_int, read_meta, seed_number, skip_rates)
 
 DEFAULT_DATA = "data/stdlib"
+LARGEST_STEP = 86_400                   # seconds that one step may take
 DEFAULT_SKIP_RATE = "random:0.5"        # one checkpoint for every rate; see the README's table for what it costs
 MODEL_FLAGS = ("residual", "n_layer", "n_head", "n_embd", "block_size", "n_directions", "dropout")
-LARGEST_STEP = 86_400   # seconds that one step may take
 RUN_FLAGS = MODEL_FLAGS + ("seed", "batch_tokens", "micro_batch", "optimizer", "choose")     # a run keeps these from start to end
 
 
@@ -49,8 +49,10 @@ def flag_parser() -> Parser:
     """All flags."""
     parser = Parser(description="Train a NAG Transformer or its pre-norm baseline.")
     data = parser.add_argument_group("data")
-    data.add_argument("--data", type=path_text, default=DEFAULT_DATA, help="folder or glob of token shards; the default is made if missing")
-    data.add_argument("--val_data", type=path_text, default=None, help="folder or glob of validation shards; None: the *val* ones of --data")
+    data.add_argument("--data", type=path_text, default=DEFAULT_DATA,
+                      help="folder or glob of token shards; the default is made if missing")
+    data.add_argument("--val_data", type=path_text, default=None,
+                      help="folder or glob of validation shards; None: the *val* ones of --data")
     data.add_argument("--out_dir", type=path_type, default=Path("out"), help="folder for the checkpoint and the log")
     origin = data.add_mutually_exclusive_group()
     origin.add_argument("--init_from", type=path_type, default=None, metavar="CKPT",
@@ -149,8 +151,6 @@ def check_args(args):
         raise UserError("--choose random: the pre-norm baseline skips no tokens; leave it out")
     if args.depth_budget is not None and not args.eval_only:
         raise UserError(f"--depth_budget {args.depth_budget:g}: for --eval_only; in training give --skip_rate")
-    if args.depth_budget is not None and args.depth_budget > 2 * args.n_layer:
-        raise UserError(f"--depth_budget {args.depth_budget:g}: expected at most {2 * args.n_layer} (2·n_layer) layers")
     if args.choose == "static" and not args.eval_only:
         raise UserError("--choose static: a control for --eval_only; a shallower model is --n_layer")
     micro_tokens = args.micro_batch * args.block_size
@@ -178,7 +178,7 @@ from tqdm import tqdm
 import sample
 
 from model import (AboveCut, Config, ModelError, NAGTransformer, RandomShare, StaticDrop, TopShare, angle_between, choose_device,
-                   kept_count, model_from, read_checkpoint, save_checkpoint)
+                   kept_count, model_from, rate_from_depth, read_checkpoint, save_checkpoint)
 
 # Dense bfloat16 FLOP/s as the makers state them, for the share that is reached (MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
@@ -541,8 +541,8 @@ def check_progress(origin: dict, path: Path):
     """Refuse a checkpoint that does not say how far its run has come."""
     for entry, kinds in (("step", (int,)), ("flops", (int, float))):
         if type(origin[entry]) not in kinds or not 0 <= origin[entry] < math.inf:
-            raise UserError(f"{path}: its {entry!r} entry is {origin[entry]!r:.60}, expected a number of at least 0; start anew "
-                            f"from its weights with --init_from {path} --out_dir another")
+            raise UserError(f"{path}: its {entry!r} entry is {origin[entry]!r:.60}, expected a number of at least 0; start "
+                            f"anew from its weights with --init_from {path} --out_dir another")
 
 
 def settle_flags(args) -> dict | None:
@@ -557,7 +557,7 @@ def settle_flags(args) -> dict | None:
                                 f"from its weights with --init_from {path} --out_dir another")
         if not args.eval_only:
             check_progress(origin, path)
-        own = ("choose", "allocation", "skip_rates", "depth_budget") if args.eval_only else ()  # may differ from its training
+        own = ("choose", "allocation", "skip_rates", "depth_budget") if args.eval_only else ()      # may differ
         stored = {flag: value for flag, value in stored_flags(origin, path).items() if flag not in own}
         if "steps" in args.given:
             stored["flop_budget"] = None
@@ -570,7 +570,7 @@ def settle_flags(args) -> dict | None:
         check_meta(origin["meta"], str(path if args.init_from is None else args.init_from))
     check_args(args)
     if args.depth_budget is not None:
-        args.skip_rates = [1 - args.depth_budget / (2 * args.n_layer)]
+        args.skip_rates = [rate_from_depth(args.depth_budget, 2 * args.n_layer)]
     if args.skip_rate is None:
         args.skip_rate = DEFAULT_SKIP_RATE if args.residual == "nag" else "0"
     if not args.eval_only:
@@ -644,8 +644,8 @@ def check_memory(config: Config, args, device):
         return                      # Windows says so at the first allocation
     if needed > there:
         raise UserError(f"--n_layer {args.n_layer} --n_embd {args.n_embd} --n_directions {args.n_directions} --micro_batch "
-                        f"{args.micro_batch} --block_size {args.block_size}: need {needed / 2**30:,.1f} GiB of memory or more, but "
-                        f"{device} has {there / 2**30:,.1f}; lower --micro_batch, or take a smaller model")
+                        f"{args.micro_batch} --block_size {args.block_size}: need {needed / 2**30:,.1f} GiB of memory or "
+                        f"more, but {device} has {there / 2**30:,.1f}; lower --micro_batch, or take a smaller model")
 
 
 @contextlib.contextmanager
@@ -716,8 +716,8 @@ class Run:
             except Exception as error:
                 if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                     raise
-                raise UserError(f"--compile: torch.compile does not work here ({type(error).__name__}; on a CPU it needs a C++ "
-                                f"compiler); run with --no-compile") from error
+                raise UserError(f"--compile: torch.compile does not work here ({type(error).__name__}; on a CPU it needs a "
+                                f"C++ compiler); run with --no-compile") from error
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             if device.type == "cuda":
@@ -795,7 +795,8 @@ def memory_answered(args):
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "Allocator" not in str(error):
             raise
         raise UserError(f"--micro_batch {args.micro_batch} --n_embd {args.n_embd} --n_layer {args.n_layer} --block_size "
-                        f"{args.block_size}: there is not enough memory; lower --micro_batch, or take a smaller model") from error
+                        f"{args.block_size}: there is not enough memory; lower --micro_batch, or take a smaller "
+                        f"model") from error
 
 
 def train(args):

@@ -11,7 +11,8 @@ import torch
 
 import sample
 from conftest import ROOT, fails, tiny_model, tiny_tokens
-from model import NAGTransformer, save_checkpoint
+from model import NAGTransformer, load_checkpoint, save_checkpoint
+from prepare_data import ByteEncoding, TiktokenEncoding, UserError
 
 META = {"encoding": "bytes", "vocab_size": 257, "end_of_text": 256}
 
@@ -73,6 +74,56 @@ def test_equal_seeds_write_equal_texts_and_samples_differ(checkpoint, capsys):
     assert three == "".join(singles) and len(set(singles)) == 3
     greedy = {written(capsys, checkpoint, "--temperature", 0, "--seed", seed, "--prompt", "x") for seed in (1, 2)}
     assert len(greedy) == 1
+
+
+def own_ranks():
+    """An encoding of a ranks file of one's own: the 256 bytes and two merges, cut by GPT-2's pattern."""
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([i]): i for i in range(256)} | {b"he": 256, b"hel": 257}
+    pattern = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+    return TiktokenEncoding(tiktoken.Encoding("own", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258}))
+
+
+@pytest.mark.parametrize("encoding", [ByteEncoding, own_ranks])
+def test_no_encoding_lacks_a_character(encoding):
+    """Bytes are tokens of their own in each, so that a text of any alphabet comes back whole, whatever the training text held."""
+    encoding = encoding()
+    for first in range(0, 0x110000, 0x1000):
+        text = "".join(chr(c) for c in range(first, min(first + 0x1000, 0x110000), 7) if not 0xD800 <= c < 0xE000)
+        assert encoding.decode(sample.prompt_tokens(text.encode(), encoding)) == text.encode()
+    assert encoding.decode(sample.prompt_tokens(b"What? <|endoftext|>", encoding)) == b"What? <|endoftext|>"
+    assert sample.prompt_tokens(b"", encoding) == [encoding.end_of_text]
+
+
+@pytest.mark.parametrize("prompt", [b"\xed\xa0\xbd", "🐈".encode()[:2], b"ok \xff"])
+def test_half_a_character_is_refused_by_an_encoding_of_text(prompt):
+    with pytest.raises(UserError, match="--prompt: byte . is not UTF-8"):
+        sample.prompt_tokens(prompt, own_ranks())
+
+
+def test_half_a_surrogate_pair_is_named(checkpoint, capsys):
+    assert "--prompt" in fails(sample.main, ["--checkpoint", checkpoint, "--prompt", "a\ud83d"], capsys)
+
+
+@pytest.mark.parametrize("flags", [["--temperature", "1e-8"], ["--temperature", "1e-320"], ["--temperature", 0, "--top_k", 5],
+                                   ["--top_k", 1], ["--top_p", "1e-9"], ["--temperature", "1e300", "--top_k", 1]])
+def test_what_leaves_one_token_to_choose_is_greedy_and_no_temperature_overflows(flags, checkpoint, capsys):
+    greedy = written(capsys, checkpoint, "--temperature", 0, "--prompt", "x", "--max_new_tokens", 20)
+    assert written(capsys, checkpoint, *flags, "--prompt", "x", "--max_new_tokens", 20, "--seed", 7) == greedy
+
+
+@pytest.mark.parametrize("length", [31, 32, 33, 500])
+@pytest.mark.parametrize("rate", [0, 0.5])
+def test_greedy_text_across_the_border_of_the_context_is_that_of_one_banded_pass(length, rate, checkpoint, capsys):
+    prompt = (bytes(range(97, 123)) * 20)[:length].decode()
+    text = written(capsys, checkpoint, "--prompt", prompt, "--temperature", 0, "--max_new_tokens", 1, "--skip_rate", rate)
+    model = load_checkpoint(checkpoint)[0]
+    tokens = model.generate([list(prompt.encode())], 40, temperature=0, depth=model.cuts_for(rate))[0]
+    assert text == prompt + ByteEncoding().decode(tokens[length:length + 1].tolist()).decode(errors="replace") + "\n"
+    with torch.no_grad():
+        logits = model(tokens[None], model.cuts_for(rate))[0, length - 1:-1]
+    chosen = logits.gather(1, tokens[length:, None])[:, 0]
+    assert (logits.max(-1).values - chosen).max() < 1e-3        # the same token, but for ties within rounding
 
 
 @pytest.mark.parametrize("prompt, n", [("", 0), ("", 5), (" ", 5), ("hello", 0), ("x" * 31, 40), ("x" * 32, 1), ("x" * 33, 1),
@@ -180,8 +231,9 @@ def test_a_checkpoint_that_cannot_skip_says_so(change, flags, named, tmp_path, c
     (["--prompt_file", "/nonexistent.txt"], "/nonexistent.txt"), (["--prompt", "a", "--interactive"], "--interactive"),
     (["--device", "gpu"], "--device gpu"), (["--skip_rate", "1"], "'1'"), (["--skip_rate", "1.1"], "1.1"),
     (["--skip_rate", "-0.1"], "-0.1"), (["--skip_rate", "0.1,0.2"], "2 numbers"), (["--skip_rate", "0.1, ,0.2"], "' '"),
-    (["--depth_budget", "0"], "--depth_budget"), (["--depth_budget", "6.5"], "at most 6"),
-    (["--depth_budget", "3", "--skip_rate", "0.5"], "--skip_rate"), (["--interactive", "--depth_json", "x"], "--interactive"), (["--depth_json", "/proc/x/y"], "/proc/x/y"), (["--seed", "x"], "--seed"), (["--tempreature", "1"], "--tempreature")])
+    (["--depth_budget", "0"], "--depth_budget"), (["--depth_budget", "1e-320"], "depth_budget 9.99989e-321"), (["--depth_budget", "6.5"], "at most 6"),
+    (["--depth_budget", "3", "--skip_rate", "0.5"], "--skip_rate"), (["--interactive", "--depth_json", "x"], "--interactive"),
+    (["--depth_json", "/proc/x/y"], "/proc/x/y"), (["--seed", "x"], "--seed"), (["--tempreature", "1"], "--tempreature")])
 def test_a_mistake_is_answered_in_one_line(flags, named, checkpoint, capsys):
     assert named in fails(sample.main, ["--checkpoint", checkpoint, *flags], capsys)
 
