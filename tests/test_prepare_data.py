@@ -1,16 +1,26 @@
 """Promises of prepare_data.py: exact round trips, shards that cannot lie, and mistakes that cost one line."""
 
+import base64
+import contextlib
+import functools
+import gzip
 import hashlib
+import http.server
+import io
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import prepare_data
-from prepare_data import Document, Shards, UserError, main, prepare
+from prepare_data import Reading, Shards, UserError, main, prepare
 
 SCRIPT = Path(prepare_data.__file__)
 ANY_BYTES = np.random.default_rng(1).integers(0, 256, 5000, np.uint8).tobytes()
@@ -49,15 +59,14 @@ def book(tmp_path):
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    """No network and no ranks; the list returned grows with the files that tiktoken asks for."""
-    import tiktoken.load
+    """No network and no ranks; the list returned grows with the addresses that are asked for."""
     import tiktoken.registry
     asked = []
 
-    def fail(path):
-        asked.append(path)
+    def fail(url):
+        asked.append(url)
         raise ConnectionError("a long story\nof sockets")
-    monkeypatch.setattr(tiktoken.load, "read_file", fail)
+    monkeypatch.setattr(prepare_data, "answer", fail)
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     return asked
@@ -106,11 +115,11 @@ def test_the_spelling_of_end_of_text_inside_a_text_is_ordinary_text(encoding):
 @pytest.mark.parametrize("unit", ["a", "^", " ", "你", "\n", "word ", "line of text\n"])
 def test_long_runs_are_cut_into_whole_characters_and_encode_quickly(unit):
     data = (unit * (600_000 // len(unit.encode("utf-8")))).encode("utf-8")
-    parts = list(prepare_data.pieces(data))
+    parts = list(prepare_data.pieces(io.BytesIO(data)))
     assert b"".join(parts) == data and max(map(len, parts)) <= prepare_data.PIECE_BYTES and all(parts)
     for part in parts:
         part.decode("utf-8")
-        assert list(prepare_data.pieces(part)) == [part]
+        assert list(prepare_data.pieces(io.BytesIO(part))) == [part]
     if "\n" in unit:
         assert all(part.endswith(b"\n") for part in parts)
     encoding = tiny_encoding()
@@ -118,13 +127,12 @@ def test_long_runs_are_cut_into_whole_characters_and_encode_quickly(unit):
 
 
 def test_bytes_that_are_no_characters_are_cut_into_pieces_too():
-    parts = list(prepare_data.pieces(b"\x80" * 100, limit=10))
+    parts = list(prepare_data.pieces(io.BytesIO(b"\x80" * 100), limit=10))
     assert b"".join(parts) == b"\x80" * 100 and max(map(len, parts)) <= 10
 
 
 def test_gpt2_tokens_are_those_of_gpt2(monkeypatch):
-    import tiktoken.load
-    monkeypatch.setattr(tiktoken.load, "read_file", lambda path: pytest.skip("no GPT-2 ranks in TIKTOKEN_CACHE_DIR"))
+    monkeypatch.setattr(prepare_data, "download", lambda url, path: pytest.skip("no GPT-2 ranks in TIKTOKEN_CACHE_DIR"))
     encoding = prepare_data.get_encoding("gpt2")
     assert list(encoding.encode(b"hello world")) == [31373, 995]
     assert (encoding.vocab_size, encoding.end_of_text, encoding.token_bytes()[995]) == (50257, 50256, 6)
@@ -137,14 +145,15 @@ def test_missing_ranks_cost_one_line_that_names_the_ways_out(capsys, offline, bo
     assert not (book.parent / "out").exists()
 
 
-def test_ranks_that_tiktoken_deletes_for_a_wrong_checksum_are_named(capsys, offline, book):
+def test_damaged_ranks_in_the_cache_are_named_and_kept(capsys, offline, book):
     refused(capsys, book, "--encoding", "gpt2", "--out_dir", book.parent / "out")
     cache = book.parent / "cache"
     cache.mkdir()
     damaged = cache / hashlib.sha1(offline[0].encode()).hexdigest()
     damaged.write_bytes(b"damaged")
     line = refused(capsys, book, "--encoding", "gpt2", "--out_dir", book.parent / "out")
-    assert damaged.name in line and "deleted" in line
+    assert damaged.name in line and "wrong checksum" in line and "7 bytes" in line
+    assert damaged.read_bytes() == b"damaged" and len(offline) == 1
 
 
 def test_a_failure_inside_tiktoken_names_file_and_offset(capsys, monkeypatch, book):
@@ -157,7 +166,8 @@ def test_a_failure_inside_tiktoken_names_file_and_offset(capsys, monkeypatch, bo
                 raise PanicException("stack overflow")
             return super().encode(data)
     monkeypatch.setattr(prepare_data, "get_encoding", lambda name: Panics())
-    monkeypatch.setattr(prepare_data, "pieces", lambda data: iter([b"good", b"fine", b"bad"]))
+    monkeypatch.setattr(prepare_data, "pieces", lambda file, size=None: iter([b"good", b"fine", b"bad"]))
+    monkeypatch.setattr(prepare_data, "sides", lambda document, cut: iter([("train", 0, 11)]))
     line = refused(capsys, book, "--out_dir", book.parent / "out")
     assert str(book) in line and "3 bytes from offset 8;" in line and not (book.parent / "out").exists()
 
@@ -255,37 +265,44 @@ def test_without_meta_the_encoding_is_gpt2_and_a_broken_meta_is_refused(tmp_path
 
 # ---- documents and the split ----------------------------------------------------------------------------------------
 
+def split(texts):
+    """Training and validation texts of some documents."""
+    documents = [prepare_data.checked("a text", functools.partial(io.BytesIO, text), Reading(utf8=False, marks=True)) for text in texts]
+    parts = prepare_data.split_pieces(documents, prepare_data.find_cut(documents)[0])
+    sides = {"train": [], "val": []}
+    for piece in parts:
+        sides[piece.split].append(piece.content)
+    return sides["train"], sides["val"]
+
+
 @pytest.mark.parametrize("count", [50, 500])
 def test_validation_is_the_documents_whose_hash_is_a_multiple_of_fifty(count):
-    documents = [Document(f"{n}", f"text {n}".encode()) for n in range(300, 300 + count)]
-    train, val = prepare_data.split_documents(documents)
-    assert val == [d for d in documents if int(hashlib.sha256(d.content).hexdigest(), 16) % 50 == 0]
-    assert 0 < len(val) < count / 10 and sorted(train + val) == sorted(documents)
+    texts = [f"text {n}".encode() for n in range(300, 300 + count)]
+    train, val = split(texts)
+    assert val == [text for text in texts if int(hashlib.sha256(text).hexdigest(), 16) % 50 == 0]
+    assert 0 < len(val) < count / 10 and sorted(train + val) == sorted(texts)
 
 
 def test_of_forty_nine_documents_the_last_are_validation_whatever_their_hash():
-    documents = [Document(f"{n}", f"text {n}".encode()) for n in range(300, 349)]
-    train, val = prepare_data.split_documents(documents)
-    assert b"".join(d.content for d in train + val) == b"".join(d.content for d in documents)
+    texts = [f"text {n}".encode() for n in range(300, 349)]
+    train, val = split(texts)
+    assert b"".join(train + val) == b"".join(texts)
 
 
 def test_of_few_documents_the_last_twentieth_of_the_text_is_validation():
-    documents = [Document("a", b"a" * 60), Document("b", b"b" * 136), Document("c", b"c" * 4)]
-    train, val = prepare_data.split_documents(documents)
-    assert train == [Document("a", b"a" * 60), Document("b", b"b" * 130)]
-    assert val == [Document("b", b"b" * 6), Document("c", b"c" * 4)]
+    train, val = split([b"a" * 60, b"b" * 136, b"c" * 4])
+    assert train == [b"a" * 60, b"b" * 130] and val == [b"b" * 6, b"c" * 4]
 
 
 @pytest.mark.parametrize("text", ["é" * 30, "你" * 21, "👩" * 11, "a" + "👩" * 11, "Hi"])
 def test_the_cut_for_validation_keeps_characters_whole(text):
-    (train,), (val,) = prepare_data.split_documents([Document("a", text.encode("utf-8"))])
-    assert train.content.decode("utf-8") + val.content.decode("utf-8") == text
+    (train,), (val,) = split([text.encode("utf-8")])
+    assert train.decode("utf-8") + val.decode("utf-8") == text
 
 
 def test_validation_is_never_empty_where_no_hash_is_a_multiple_of_fifty():
-    same = [Document("a", b"the same text")] * 60
-    train, val = prepare_data.split_documents(same)
-    assert sum(len(d.content) for d in val) == 60 * 13 // 20 and len(train) + len(val) == 60
+    train, val = split([b"the same text"] * 60)
+    assert sum(map(len, val)) == 60 * 13 // 20 and len(train) + len(val) == 60
 
 
 def test_each_document_begins_with_end_of_text(tmp_path):
@@ -342,7 +359,7 @@ def test_the_standard_library_becomes_a_data_set_whose_meta_is_true(tmp_path, mo
     assert sorted(path.name for path in folder.iterdir()) == sorted([*meta["sha256"], "meta.json"])
     for name, checksum in meta["sha256"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == checksum
-    documents, _ = prepare_data.read_documents([], prepare_data.ByteEncoding())
+    documents = list(prepare_data.read_documents([], Reading(utf8=True, marks=True), prepare_data.Notes()))
     names = {Path(document.name).name for document in documents}
     assert {"argparse.py", "decoder.py"} <= names and not {"test_argparse.py", "numpy"} & names
     for split in ("train", "val"):
@@ -350,7 +367,7 @@ def test_the_standard_library_becomes_a_data_set_whose_meta_is_true(tmp_path, mo
         counts = meta["splits"][split]
         assert len(ids) == counts["tokens"] == counts["bytes"] + counts["documents"]
         assert (ids == 256).sum() == counts["documents"] > 5
-    assert sum(counts["bytes"] for counts in meta["splits"].values()) == sum(len(d.content) for d in documents)
+    assert sum(counts["bytes"] for counts in meta["splits"].values()) == sum(d.size for d in documents)
     assert "python train.py --data data/stdlib" in capsys.readouterr().out
     assert [path.name for path in folder.parent.iterdir()] == ["stdlib"]
 
