@@ -161,7 +161,7 @@ def skip_rates(text: str) -> list[float]:
 
 
 def path_text(text: str) -> str:
-    """A type for argparse: the name of a file or folder, which "" is not, though Path takes it for the current folder."""
+    """A type for argparse: the name of a file or folder, which "" is not, though Path takes it for this folder."""
     try:
         os.lstat(text)
         possible = True
@@ -302,8 +302,8 @@ def get_encoding(name: str) -> Encoding:
     try:
         return TiktokenEncoding(tiktoken.get_encoding(name))
     except UserError as error:
-        raise NoRanks(f"encoding {name}: tiktoken cannot fetch its ranks ({error}); go online, set TIKTOKEN_CACHE_DIR to "
-                      "a folder that holds them, or use --encoding bytes") from error
+        raise NoRanks(f"encoding {name}: tiktoken cannot fetch its ranks ({error}); go online, set TIKTOKEN_CACHE_DIR "
+                      "to a folder that holds them, or use --encoding bytes") from error
     finally:
         tiktoken.load.read_file_cached = original
 
@@ -322,8 +322,7 @@ def read_ranks(url: str, checksum: str | None = None) -> bytes:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     if checksum and hashlib.sha256(content).hexdigest() != checksum:
-        raise UserError(f"{path}: {len(content):,} bytes with a wrong checksum, which have been left; delete them to fetch "
-                        "them anew")
+        raise UserError(f"{path}: {len(content):,} bytes with a wrong checksum; delete the file to fetch it anew")
     return content
 
 
@@ -356,8 +355,10 @@ def encoding_of_ranks(name: str, text: str, where: str) -> TiktokenEncoding:
         except (binascii.Error, ValueError):
             refuse(f"{fields[0]!r:.60} is not base64")
         rank = int(fields[1][:20])
-        if not token or rank >= LARGEST_RANK:
-            refuse(f"found rank {fields[1]:.20}, expected one below {LARGEST_RANK:,}" if token else "the token is empty")
+        if not token:
+            refuse("the token is empty")
+        if rank >= LARGEST_RANK:
+            refuse(f"found rank {rank}, expected one below {LARGEST_RANK:,}")
         if token in ranks or rank in lines:
             refuse(f"repeats the {'token' if token in ranks else 'rank'} of line {lines[ranks.get(token, rank)]}")
         ranks[token], lines[rank] = rank, number
@@ -503,9 +504,9 @@ class Shards:
         return ids
 
     def place(self, position: int) -> str:
-        """Shard and place in it of the token at a position of the row."""
+        """Where a token of the row stands, for a message."""
         shard = int(np.searchsorted(self.starts, position, side="right")) - 1
-        return f"{self.paths[shard]}, token {position - int(self.starts[shard]):,}"
+        return f"position {position - int(self.starts[shard]):,} of {self.paths[shard]}"
 
 
 def find_shards(data: str | Path, split: str) -> list[Path]:
@@ -529,8 +530,8 @@ def read_meta(folder: str | Path) -> dict:
         meta = json.loads(path.read_bytes())
     except FileNotFoundError:
         if (path.parent / "meta.pkl").exists():
-            raise UserError(f"{path.parent / 'meta.pkl'}: a vocabulary of nanoGPT's, which is not read, as a pickle may "
-                            "run any program; prepare the text itself: python prepare_data.py input.txt") from None
+            raise UserError(f"{path.with_name('meta.pkl')}: a vocabulary of nanoGPT's, which is not read, as pickles can "
+                            "run programs; prepare the text itself: python prepare_data.py input.txt") from None
         return dict(GPT2_META)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}, expected a file; prepare the data again") from error
@@ -666,10 +667,9 @@ def checked(name: str, opened: Callable[[], BinaryIO], reading: Reading) -> Docu
                     reading.utf8 and piece.decode("utf-8")
                 except UnicodeDecodeError as error:
                     if not reading.replace:
-                        offset = begin + size + error.start
-                        raise UserError(f"{name}: byte 0x{piece[error.start]:02x} at offset {offset} is not UTF-8; convert "
-                                        "the file (iconv -f LATIN1 -t UTF-8), or use --errors replace or --encoding bytes"
-                                        ) from error
+                        found = f"byte 0x{piece[error.start]:02x} at offset {begin + size + error.start}"
+                        raise UserError(f"{name}: {found} is not UTF-8; convert it (iconv -f LATIN1 -t UTF-8), or use "
+                                        "--errors replace or --encoding bytes") from error
                     replaced += sum("\udc80" <= sign <= "\udcff" for sign in piece.decode("utf-8", "surrogateescape"))
                 digest.update(piece)
                 size += len(piece)
@@ -896,8 +896,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
                     parent.rmdir()
     except OSError as error:
         free = shutil.disk_usage(next(path for path in final.parents if path.is_dir())).free
-        raise UserError(f"--out_dir {folder}: cannot be written ({error.strerror or error}; {free:,} bytes are free there); "
-                        "check disk and permissions, or choose another --out_dir") from error
+        raise UserError(f"--out_dir {folder}: cannot be written ({error.strerror or error}; {free:,} bytes are free "
+                        "there); check disk and permissions, or choose another --out_dir") from error
 
 
 def spooled(paths: Sequence[str | Path], folder: Path) -> list[str | Path]:
@@ -936,8 +936,10 @@ def prepare(paths: Sequence[str | Path], encoding_name: str, out_dir: str | Path
         splits, notes = write_splits(sources, encoding, folder, reading, workers, max_tokens, shard_tokens)
         if not all(counts["tokens"] for counts in splits.values()):
             size = sum(counts["bytes"] for counts in splits.values())
-            raise UserError(f"{', '.join(map(str, paths[:3]))}: {size} bytes of text, expected 2 characters at least, one to "
-                            "train on and one to validate on; name more files, or a larger --max_tokens")
+            expected = (f"more than --max_tokens {max_tokens}; give a larger one" if max_tokens else
+                        "2 characters at least; name more files")
+            raise UserError(f"{', '.join(map(str, paths[:3]))}: {size} bytes of text leave nothing to train or to "
+                            f"validate on, expected {expected}")
         meta |= {"splits": {split: {unit: counts[unit] for unit in ("documents", "bytes", "tokens")}
                             for split, counts in splits.items()}}
         meta |= {"sha256": splits["train"]["sums"] | splits["val"]["sums"]}
@@ -987,8 +989,8 @@ def write_splits(paths: Sequence[str | Path], encoding: Encoding, folder: Path, 
         writer.flush()
         counts[split] |= {"tokens": writer.tokens, "sums": writer.sums}
     if not any(count["documents"] for count in counts.values()):
-        raise UserError(f"{', '.join(map(str, paths)) or '--source stdlib'}: no text found ({notes.skipped} other files "
-                        "passed over), expected files in UTF-8; name others")
+        raise UserError(f"{', '.join(map(str, paths[:3])) or '--source stdlib'}: no text found ({notes.skipped} other "
+                        "files passed over), expected files in UTF-8; name others")
     return counts, notes
 
 
@@ -1004,20 +1006,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     source = parser.add_argument_group("what to read")
     source.add_argument("paths", nargs="*", type=path_text, metavar="PATH", help="text files, .jsonl, .jsonl.gz and "
-                        ".parquet files, URLs of such, - for standard input, and folders, from which all files are taken "
-                        "that are UTF-8 text and not hidden (default: --source stdlib)")
+                        ".parquet files, URLs of such, - for standard input, and folders, from which all files are "
+                        "taken that are UTF-8 text and not hidden (default: --source stdlib)")
     source.add_argument("--source", choices=list(SOURCES),
                         help="stdlib: the *.py files of Python's own library, without its tests; no download. "
-                             "tinyshakespeare: 1 MB. fineweb-edu: 10^10 tokens of web pages in 14 files of some 2 GB, of "
-                             "which only those are fetched that --max_tokens needs")
-    source.add_argument("--text_key", default="text", metavar="KEY", help="what holds the text of a JSON line or a Parquet row")
+                             "tinyshakespeare: 1 MB. fineweb-edu: 10^10 tokens of web pages in 14 files of some 2 GB, "
+                             "of which only those are fetched that --max_tokens needs")
+    source.add_argument("--text_key", default="text", metavar="KEY",
+                        help="what holds the text of a JSON line or a Parquet row")
     source.add_argument("--errors", choices=["strict", "replace"], default="strict",
                         help="what to do with named files that are not UTF-8: refuse them, or replace what is not")
     source.add_argument("--max_tokens", type=positive_int, metavar="N", help="stop after so many tokens")
     target = parser.add_argument_group("what to write")
     target.add_argument("--encoding", default="bytes", metavar="NAME",
-                        help="bytes, or an encoding of tiktoken's, downloaded once: gpt2, cl100k_base, o200k_base, ..., or a "
-                             "ranks file FILE.tiktoken: on each line a token in base64 and its rank; cut like GPT-2's")
+                        help="bytes, or an encoding of tiktoken's, downloaded once: gpt2, cl100k_base, o200k_base, "
+                             "..., or a ranks file, FILE.tiktoken: on each line a token in base64 and its rank; texts are "
+                             "cut by GPT-2's pattern")
     target.add_argument("--out_dir", type=path_text, metavar="DIR", help="a new folder for the shards and meta.json "
                         "(default: data/ and the name of the source, or of the first PATH without its ending)")
     target.add_argument("--workers", type=worker_count, default=min(256, os.cpu_count() or 1), metavar="N",

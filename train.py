@@ -232,8 +232,8 @@ class Blocks:
         if rows.max() >= self.vocab_size:
             row, column = np.argwhere(rows >= self.vocab_size)[0]
             place = self.shards.place(int(numbers[row]) * self.block_size + int(column))
-            raise UserError(f"{self.flag}: {place} is {rows[row, column]}, but the encoding has {self.vocab_size} ids; prepare the "
-                            f"text again, or keep its meta.json beside the shards")
+            raise UserError(f"{self.flag}: token {rows[row, column]} at {place}, but the encoding has {self.vocab_size} ids; "
+                            f"prepare the text again, or keep its meta.json beside the shards")
         rows = torch.from_numpy(rows).to(device)
         return rows[:, :-1], rows[:, 1:]
 
