@@ -265,9 +265,9 @@ class TiktokenEncoding:
 
     def encode(self, data: bytes) -> np.ndarray:
         """(tokens,) uint16 or uint32. Raises UnicodeDecodeError where the data is not UTF-8."""
-        parts = [self.encoding.encode_to_numpy(piece.decode("utf-8"), disallowed_special=())
-                 for piece in pieces(io.BytesIO(data))]
-        return np.concatenate(parts).astype(token_dtype(self.vocab_size))
+        dtype = token_dtype(self.vocab_size)  # encode_to_numpy of tiktoken 0.9 takes spelled specials for specials
+        return np.concatenate([np.array(self.encoding.encode_ordinary(piece.decode("utf-8")), dtype)
+                               for piece in pieces(io.BytesIO(data))])
 
     def decode(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.spellings[i] for i in ids)
