@@ -13,8 +13,9 @@ import os
 import sys
 from pathlib import Path
 
-from prepare_data import (Parser, UserError, check_meta, encoding_from_meta, exit_on_user_error, forgive_output, non_negative_float,
-                          non_negative_int, number_type, path_type, positive_float, positive_int, seed_number, skip_rates)
+from prepare_data import (Parser, UserError, check_meta, encoding_from_meta, exit_on_user_error, forgive_output,
+                          non_negative_float, non_negative_int, number_type, path_type, positive_float, positive_int,
+                          seed_number, skip_rates)
 
 share = number_type(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 
@@ -221,7 +222,8 @@ def prompt_tokens(prompt: bytes, encoding) -> list[int]:
     try:
         return encoding.encode(prompt).tolist() or [encoding.end_of_text]
     except UnicodeDecodeError as error:
-        raise UserError(f"--prompt: byte {error.start} is not UTF-8, which encoding {encoding.name} needs; convert the text") from error
+        raise UserError(f"--prompt: byte {error.start} is not UTF-8, which encoding {encoding.name} needs; convert the "
+                        f"text") from error
 
 
 def write(model, encoding, prompt: bytes, args, cuts, seed: int, seen: DepthMap) -> list[int]:

@@ -14,6 +14,7 @@ leaves out_dir/ckpt.pt and out_dir/log.jsonl, one JSON object a line.
 
 import argparse
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -25,14 +26,14 @@ import time
 from pathlib import Path
 
 import prepare_data
-from prepare_data import (Parser, UserError, check_meta, encoding_from_meta, exit_on_user_error, find_shards, forgive_output,
-                          non_negative_float, non_negative_int, number_type, path_text, path_type, positive_float,
-                          positive_int, read_meta, seed_number, skip_rates)
+from prepare_data import (GPT2_META, NoRanks, Parser, UserError, check_meta, encoding_from_meta, exit_on_user_error,
+                          find_shards, forgive_output, non_negative_float, non_negative_int, number_type, path_text,
+                          path_type, positive_float, positive_int, read_meta, seed_number, skip_rates)
 
 DEFAULT_DATA = "data/stdlib"
+LARGEST_STEP = 86_400                   # seconds that one step may take
 DEFAULT_SKIP_RATE = "random:0.5"        # one checkpoint for every rate; see the README's table for what it costs
 MODEL_FLAGS = ("residual", "n_layer", "n_head", "n_embd", "block_size", "n_directions", "dropout")
-LARGEST_STEP = 86_400   # seconds that one step may take
 RUN_FLAGS = MODEL_FLAGS + ("seed", "batch_tokens", "micro_batch", "optimizer", "choose")     # a run keeps these from start to end
 
 
@@ -51,8 +52,10 @@ def flag_parser() -> Parser:
     """All flags."""
     parser = Parser(description="Train a NAG Transformer or its pre-norm baseline.")
     data = parser.add_argument_group("data")
-    data.add_argument("--data", type=path_text, default=DEFAULT_DATA, help="folder or glob of token shards; the default is made if missing")
-    data.add_argument("--val_data", type=path_text, default=None, help="folder or glob of validation shards; None: the *val* ones of --data")
+    data.add_argument("--data", type=path_text, default=DEFAULT_DATA,
+                      help="folder or glob of token shards; the default is made if missing")
+    data.add_argument("--val_data", type=path_text, default=None,
+                      help="folder or glob of validation shards; None: the *val* ones of --data")
     data.add_argument("--out_dir", type=path_type, default=Path("out"), help="folder for the checkpoint and the log")
     origin = data.add_mutually_exclusive_group()
     origin.add_argument("--init_from", type=path_type, default=None, metavar="CKPT",
@@ -310,8 +313,10 @@ class Blocks:
         """Blocks by number -> tokens, targets: (len(numbers), block_size) int64 each, the targets one token ahead."""
         rows = np.stack([self.shards.read(number * self.block_size, self.block_size + 1) for number in numbers.tolist()])
         if rows.max() >= self.vocab_size:
-            raise UserError(f"{self.flag}: holds token {rows.max()}, but the encoding has {self.vocab_size} ids; prepare the "
-                            f"text again, or keep its meta.json beside the shards")
+            row, column = np.argwhere(rows >= self.vocab_size)[0]
+            place = self.shards.place(int(numbers[row]) * self.block_size + int(column))
+            raise UserError(f"{self.flag}: token {rows[row, column]} at {place}, but the encoding has {self.vocab_size} ids; "
+                            f"prepare the text again, or keep its meta.json beside the shards")
         rows = torch.from_numpy(rows).to(device)
         return rows[:, :-1], rows[:, 1:]
 
@@ -325,8 +330,35 @@ class Blocks:
         return np.arange(count) * self.n_blocks // count
 
 
+def encoding_text(meta: dict) -> str:
+    """The encoding of a data set or checkpoint, for a message."""
+    ranks = f" (ranks {hashlib.sha256(meta['ranks'].encode()).hexdigest()[:8]})" if "ranks" in meta else ""
+    return f"encoding {meta['encoding']} with {meta['vocab_size']} ids{ranks}"
+
+
+def check_alike(flag: str, found: dict, expected: dict, whose: str):
+    """UserError if the ids of a data set do not mean what they should."""
+    if any(found.get(key) != expected.get(key) for key in ("encoding", "vocab_size", "end_of_text", "ranks")):
+        assumed = " (assumed, as there is no meta.json)" if found == GPT2_META else ""
+        raise UserError(f"{flag}: {encoding_text(found)}{assumed}, but {whose} {encoding_text(expected)}; prepare the text with "
+                        f"--encoding {expected['encoding']}")
+
+
+def open_blocks(paths, args, meta: dict, flag: str) -> Blocks:
+    """The blocks of some shards, whose type must have room for the vocabulary."""
+    shards = prepare_data.Shards(paths)
+    room = 2 ** (8 * shards.dtype.itemsize)
+    if meta["vocab_size"] > room:
+        raise UserError(f"{flag}: {shards.paths[0]} holds tokens of {shards.dtype.itemsize} bytes, up to {room:,} ids, but "
+                        f"meta.json says {meta['vocab_size']:,} ids; put the meta.json that belongs to the shards beside them")
+    return Blocks(shards, args.block_size, meta["vocab_size"], flag)
+
+
 def open_data(args, meta: dict | None = None):
-    """The training and validation blocks, and the meta of their encoding; the default data set is made if missing."""
+    """The training and validation blocks, and the meta of their encoding; the default data set is made if missing.
+
+    meta: of the checkpoint that the run goes on from or starts from.
+    """
     if rank() == 0 and args.data == DEFAULT_DATA and not Path(args.data).exists():
         print(f"{args.data} does not exist: preparing it from this Python's standard library")
         prepare_data.main(["--source", "stdlib", "--out_dir", args.data])
@@ -334,16 +366,23 @@ def open_data(args, meta: dict | None = None):
     train_paths = find_shards(args.data, "train")
     val_paths = find_shards(args.val_data or args.data, "val")
     found, val_meta = read_meta(train_paths[0].parent), read_meta(val_paths[0].parent)
-    if val_meta["encoding"] != found["encoding"]:
-        raise UserError(f"--val_data {args.val_data}: encoding {val_meta['encoding']}, but --data {args.data} has "
-                        f"{found['encoding']}; prepare both alike")
-    if meta and (found["encoding"], found["vocab_size"]) != (meta["encoding"], meta["vocab_size"]):
-        raise UserError(f"--data {args.data}: encoding {found['encoding']} with {found['vocab_size']} ids, but the checkpoint's "
-                        f"is {meta['encoding']} with {meta['vocab_size']}; prepare the text with --encoding {meta['encoding']}")
-    train = Blocks(prepare_data.Shards(train_paths), args.block_size, found["vocab_size"], f"--data {args.data}")
-    val = Blocks(prepare_data.Shards(val_paths), args.block_size, found["vocab_size"],
-                 f"--val_data {args.val_data or args.data}")
-    return train, val, found
+    val_flag = f"--val_data {args.val_data or args.data}"
+    check_alike(val_flag, val_meta, found, f"--data {args.data} has")
+    if meta:
+        check_alike(f"--data {args.data}", found, meta, "the checkpoint has")
+        if args.resume and found.get("sha256") != meta.get("sha256"):
+            tell(f"note: the shards of --data {args.data} are not those that this run has been trained on")
+    return open_blocks(train_paths, args, found, f"--data {args.data}"), open_blocks(val_paths, args, found, val_flag), found
+
+
+def encoding_if_there(meta: dict):
+    """The encoding of the data; None, and a line that says so, where its ranks cannot be had: training does without."""
+    try:
+        return encoding_from_meta(meta)
+    except NoRanks as error:
+        if rank() == 0:
+            print(f"note: {error}. Without them there are no bits per byte and no samples.", file=sys.stderr)
+        return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -641,8 +680,8 @@ def check_progress(origin: dict, path: Path):
     """Refuse a checkpoint that does not say how far its run has come."""
     for entry, kinds in (("step", (int,)), ("flops", (int, float))):
         if type(origin[entry]) not in kinds or not 0 <= origin[entry] < math.inf:
-            raise UserError(f"{path}: its {entry!r} entry is {origin[entry]!r:.60}, expected a number of at least 0; start anew "
-                            f"from its weights with --init_from {path} --out_dir another")
+            raise UserError(f"{path}: its {entry!r} entry is {origin[entry]!r:.60}, expected a number of at least 0; start "
+                            f"anew from its weights with --init_from {path} --out_dir another")
 
 
 def settle_flags(args) -> dict | None:
@@ -657,7 +696,7 @@ def settle_flags(args) -> dict | None:
                                 f"from its weights with --init_from {path} --out_dir another")
         if not args.eval_only:
             check_progress(origin, path)
-        own = ("choose", "allocation", "skip_rates", "depth_budget") if args.eval_only else ()  # may differ from its training
+        own = ("choose", "allocation", "skip_rates", "depth_budget") if args.eval_only else ()      # may differ
         stored = {flag: value for flag, value in stored_flags(origin, path).items() if flag not in own}
         if "steps" in args.given:
             stored["flop_budget"] = None
@@ -764,8 +803,8 @@ def check_memory(config: Config, args, device):
         return                      # Windows says so at the first allocation
     if needed > there:
         raise UserError(f"--n_layer {args.n_layer} --n_embd {args.n_embd} --n_directions {args.n_directions} --micro_batch "
-                        f"{args.micro_batch} --block_size {args.block_size}: need {needed / 2**30:,.1f} GiB of memory or more, but "
-                        f"{device} has {there / 2**30:,.1f}; lower --micro_batch, or take a smaller model")
+                        f"{args.micro_batch} --block_size {args.block_size}: need {needed / 2**30:,.1f} GiB of memory or "
+                        f"more, but {device} has {there / 2**30:,.1f}; lower --micro_batch, or take a smaller model")
 
 
 @contextlib.contextmanager
@@ -854,8 +893,8 @@ class Run:
             except Exception as error:
                 if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                     raise
-                raise UserError(f"--compile: torch.compile does not work here ({type(error).__name__}; on a CPU it needs a C++ "
-                                f"compiler); run with --no-compile") from error
+                raise UserError(f"--compile: torch.compile does not work here ({type(error).__name__}; on a CPU it needs a "
+                                f"C++ compiler); run with --no-compile") from error
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             if device.type == "cuda":
@@ -960,7 +999,8 @@ def memory_answered(args):
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "Allocator" not in str(error):
             raise
         raise UserError(f"--micro_batch {args.micro_batch} --n_embd {args.n_embd} --n_layer {args.n_layer} --block_size "
-                        f"{args.block_size}: there is not enough memory; lower --micro_batch, or take a smaller model") from error
+                        f"{args.block_size}: there is not enough memory; lower --micro_batch, or take a smaller "
+                        f"model") from error
 
 
 def train(args):
@@ -969,13 +1009,13 @@ def train(args):
     device, dtype, compiled = settle_system(args)
     with processes(device), memory_answered(args):
         train_blocks, val_blocks, meta = open_data(args, origin and origin["meta"])
-        encoding = encoding_from_meta(meta)
+        encoding = encoding_if_there(meta)
 
         def autocast():
             return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
         model, optimizers, step, flops = build(args, origin, meta, device, dtype)
-        evaluator = Evaluator(model, args, train_blocks, val_blocks, encoding.token_bytes(), autocast)
+        evaluator = Evaluator(model, args, train_blocks, val_blocks, encoding and encoding.token_bytes(), autocast)
         if args.eval_only:
             tell(evaluator.dial(Log((args.init_from or args.out_dir / "ckpt.pt").parent / "log.jsonl")))
             return
@@ -992,7 +1032,7 @@ def train(args):
             tell(f"{run.stop[0]}: stopped after step {run.step}, saved in {run.path}; go on with: python "
                  f"train.py{out_dir_flag(args)} --resume")
         else:
-            close(run, log, found)
+            close(run, log, found, encoding)
 
 
 def announce(run: Run, device, dtype) -> int:
@@ -1039,7 +1079,7 @@ def loop(run: Run, log: Log, warmup: int, encoding) -> dict:
             if evaluated and rank() == 0:
                 bar.write(f"step {run.step}: {evaluation_text(found)}")
                 warn_of_idle_layers(found, bar)
-            if args.sample_every and run.step % args.sample_every == 0 and run.progress() < 1:
+            if encoding and args.sample_every and run.step % args.sample_every == 0 and run.progress() < 1:
                 text = sample_text(run.model, encoding, args.seed)      # by all processes: weights may be shared
                 if rank() == 0:
                     bar.write(text)
@@ -1058,13 +1098,14 @@ def out_dir_flag(args) -> str:
     return f" --out_dir {args.out_dir}" if args.out_dir != Path("out") else ""
 
 
-def close(run: Run, log: Log, found: dict):
+def close(run: Run, log: Log, found: dict, encoding):
     """The end of a run: its figures, a sample, the dial, and the commands that come next."""
     args, here = run.args, out_dir_flag(run.args)
-    tell(f"\n{run.model.num_params():,} parameters, {evaluation_text(found)}; checkpoint in {run.path}. A sample"
-         + (", each character with the layers it ran:\n" if args.residual == "nag" else ":\n"))
+    marks = ", each character with the layers it ran" if args.residual == "nag" else ""
+    tell(f"\n{run.model.num_params():,} parameters, {evaluation_text(found)}; checkpoint in {run.path}."
+         + (f" A sample{marks}:\n" if encoding else ""))
     there = ["--checkpoint", str(run.path)] if here else []
-    if rank() == 0:
+    if encoding and rank() == 0:
         sample.main([*there, "--seed", str(args.seed)] + (["--show_depth"] if args.residual == "nag" else []))
     if args.residual == "nag" and args.choose == "modulator":
         tell(f"\nThe same checkpoint at several depths:\n\n{run.evaluator.dial(log)}")

@@ -143,7 +143,8 @@ def answer(script, argv: list[str]) -> tuple[int, str]:
         except SystemExit as stop:
             status = stop.code or 0
     lines = error.getvalue().replace("\r", "\n").splitlines()
-    return status, "\n".join(line for line in lines if line.strip() and "/s" not in line and "/step" not in line and "it/s" not in line)
+    bar = ("it/s", "step/s", "s/step", "FLOP/s", "B/s", "?step")
+    return status, "\n".join(line for line in lines if line.strip() and not any(unit in line for unit in bar))
 
 
 def works_or_is_answered(name: str, extra: list[str], named: str, place: Path, before: dict) -> bool:
@@ -270,7 +271,8 @@ CHANGES = {                     # what is changed: (how, who refuses it, what th
     "optimizer is a number": (with_value(3, "optimizer"), RESUME, "'optimizer'"),
     "optimizer of texts": (with_value(["a", "b"], "optimizer"), RESUME, "'optimizer'"),
     "optimizer without state": (with_value({}, "optimizer", 0, "state"), RESUME, "momentum_buffer"),
-    "optimizer of another shape": (with_value(torch.ones(3), "optimizer", 0, "state", 0, "momentum_buffer"), RESUME, "momentum_buffer"),
+    "optimizer of another shape": (with_value(torch.ones(3), "optimizer", 0, "state", 0, "momentum_buffer"), RESUME,
+                                   "momentum_buffer"),
     "optimizer without groups": (without("optimizer", 0, "param_groups"), set(), ""),
     "step is a text": (with_value("1", "step"), RESUME, "'step'"), "step is negative": (with_value(-1, "step"), RESUME, "'step'"),
     "flops are no number": (with_value(float("nan"), "flops"), RESUME, "'flops'"),

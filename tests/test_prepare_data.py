@@ -1,16 +1,25 @@
 """Promises of prepare_data.py: exact round trips, shards that cannot lie, and mistakes that cost one line."""
 
+import base64
+import functools
+import gzip
 import hashlib
+import http.server
+import io
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import prepare_data
-from prepare_data import Document, Shards, UserError, main, prepare
+from prepare_data import Reading, Shards, UserError, main, prepare
 
 SCRIPT = Path(prepare_data.__file__)
 ANY_BYTES = np.random.default_rng(1).integers(0, 256, 5000, np.uint8).tobytes()
@@ -49,15 +58,14 @@ def book(tmp_path):
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    """No network and no ranks; the list returned grows with the files that tiktoken asks for."""
-    import tiktoken.load
+    """No network and no ranks; the list returned grows with the addresses that are asked for."""
     import tiktoken.registry
     asked = []
 
-    def fail(path):
-        asked.append(path)
+    def fail(url):
+        asked.append(url)
         raise ConnectionError("a long story\nof sockets")
-    monkeypatch.setattr(tiktoken.load, "read_file", fail)
+    monkeypatch.setattr(prepare_data, "answer", fail)
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     return asked
@@ -106,11 +114,11 @@ def test_the_spelling_of_end_of_text_inside_a_text_is_ordinary_text(encoding):
 @pytest.mark.parametrize("unit", ["a", "^", " ", "你", "\n", "word ", "line of text\n"])
 def test_long_runs_are_cut_into_whole_characters_and_encode_quickly(unit):
     data = (unit * (600_000 // len(unit.encode("utf-8")))).encode("utf-8")
-    parts = list(prepare_data.pieces(data))
+    parts = list(prepare_data.pieces(io.BytesIO(data)))
     assert b"".join(parts) == data and max(map(len, parts)) <= prepare_data.PIECE_BYTES and all(parts)
     for part in parts:
         part.decode("utf-8")
-        assert list(prepare_data.pieces(part)) == [part]
+        assert list(prepare_data.pieces(io.BytesIO(part))) == [part]
     if "\n" in unit:
         assert all(part.endswith(b"\n") for part in parts)
     encoding = tiny_encoding()
@@ -118,13 +126,12 @@ def test_long_runs_are_cut_into_whole_characters_and_encode_quickly(unit):
 
 
 def test_bytes_that_are_no_characters_are_cut_into_pieces_too():
-    parts = list(prepare_data.pieces(b"\x80" * 100, limit=10))
+    parts = list(prepare_data.pieces(io.BytesIO(b"\x80" * 100), limit=10))
     assert b"".join(parts) == b"\x80" * 100 and max(map(len, parts)) <= 10
 
 
 def test_gpt2_tokens_are_those_of_gpt2(monkeypatch):
-    import tiktoken.load
-    monkeypatch.setattr(tiktoken.load, "read_file", lambda path: pytest.skip("no GPT-2 ranks in TIKTOKEN_CACHE_DIR"))
+    monkeypatch.setattr(prepare_data, "download", lambda url, path: pytest.skip("no GPT-2 ranks in TIKTOKEN_CACHE_DIR"))
     encoding = prepare_data.get_encoding("gpt2")
     assert list(encoding.encode(b"hello world")) == [31373, 995]
     assert (encoding.vocab_size, encoding.end_of_text, encoding.token_bytes()[995]) == (50257, 50256, 6)
@@ -137,14 +144,15 @@ def test_missing_ranks_cost_one_line_that_names_the_ways_out(capsys, offline, bo
     assert not (book.parent / "out").exists()
 
 
-def test_ranks_that_tiktoken_deletes_for_a_wrong_checksum_are_named(capsys, offline, book):
+def test_damaged_ranks_in_the_cache_are_named_and_kept(capsys, offline, book):
     refused(capsys, book, "--encoding", "gpt2", "--out_dir", book.parent / "out")
     cache = book.parent / "cache"
     cache.mkdir()
     damaged = cache / hashlib.sha1(offline[0].encode()).hexdigest()
     damaged.write_bytes(b"damaged")
     line = refused(capsys, book, "--encoding", "gpt2", "--out_dir", book.parent / "out")
-    assert damaged.name in line and "deleted" in line
+    assert damaged.name in line and "wrong checksum" in line and "7 bytes" in line
+    assert damaged.read_bytes() == b"damaged" and len(offline) == 1
 
 
 def test_a_failure_inside_tiktoken_names_file_and_offset(capsys, monkeypatch, book):
@@ -157,7 +165,8 @@ def test_a_failure_inside_tiktoken_names_file_and_offset(capsys, monkeypatch, bo
                 raise PanicException("stack overflow")
             return super().encode(data)
     monkeypatch.setattr(prepare_data, "get_encoding", lambda name: Panics())
-    monkeypatch.setattr(prepare_data, "pieces", lambda data: iter([b"good", b"fine", b"bad"]))
+    monkeypatch.setattr(prepare_data, "pieces", lambda file, size=None: iter([b"good", b"fine", b"bad"]))
+    monkeypatch.setattr(prepare_data, "sides", lambda document, cut: iter([("train", 0, 11)]))
     line = refused(capsys, book, "--out_dir", book.parent / "out")
     assert str(book) in line and "3 bytes from offset 8;" in line and not (book.parent / "out").exists()
 
@@ -255,37 +264,45 @@ def test_without_meta_the_encoding_is_gpt2_and_a_broken_meta_is_refused(tmp_path
 
 # ---- documents and the split ----------------------------------------------------------------------------------------
 
+def split(texts):
+    """Training and validation texts of some documents."""
+    reading = Reading(utf8=False, marks=True)
+    documents = [prepare_data.checked("a text", functools.partial(io.BytesIO, text), reading) for text in texts]
+    parts = prepare_data.split_pieces(documents, prepare_data.find_cut(documents)[0])
+    sides = {"train": [], "val": []}
+    for piece in parts:
+        sides[piece.split].append(piece.content)
+    return sides["train"], sides["val"]
+
+
 @pytest.mark.parametrize("count", [50, 500])
 def test_validation_is_the_documents_whose_hash_is_a_multiple_of_fifty(count):
-    documents = [Document(f"{n}", f"text {n}".encode()) for n in range(300, 300 + count)]
-    train, val = prepare_data.split_documents(documents)
-    assert val == [d for d in documents if int(hashlib.sha256(d.content).hexdigest(), 16) % 50 == 0]
-    assert 0 < len(val) < count / 10 and sorted(train + val) == sorted(documents)
+    texts = [f"text {n}".encode() for n in range(300, 300 + count)]
+    train, val = split(texts)
+    assert val == [text for text in texts if int(hashlib.sha256(text).hexdigest(), 16) % 50 == 0]
+    assert 0 < len(val) < count / 10 and sorted(train + val) == sorted(texts)
 
 
 def test_of_forty_nine_documents_the_last_are_validation_whatever_their_hash():
-    documents = [Document(f"{n}", f"text {n}".encode()) for n in range(300, 349)]
-    train, val = prepare_data.split_documents(documents)
-    assert b"".join(d.content for d in train + val) == b"".join(d.content for d in documents)
+    texts = [f"text {n}".encode() for n in range(300, 349)]
+    train, val = split(texts)
+    assert b"".join(train + val) == b"".join(texts)
 
 
 def test_of_few_documents_the_last_twentieth_of_the_text_is_validation():
-    documents = [Document("a", b"a" * 60), Document("b", b"b" * 136), Document("c", b"c" * 4)]
-    train, val = prepare_data.split_documents(documents)
-    assert train == [Document("a", b"a" * 60), Document("b", b"b" * 130)]
-    assert val == [Document("b", b"b" * 6), Document("c", b"c" * 4)]
+    train, val = split([b"a" * 60, b"b" * 136, b"c" * 4])
+    assert train == [b"a" * 60, b"b" * 130] and val == [b"b" * 6, b"c" * 4]
 
 
 @pytest.mark.parametrize("text", ["é" * 30, "你" * 21, "👩" * 11, "a" + "👩" * 11, "Hi"])
 def test_the_cut_for_validation_keeps_characters_whole(text):
-    (train,), (val,) = prepare_data.split_documents([Document("a", text.encode("utf-8"))])
-    assert train.content.decode("utf-8") + val.content.decode("utf-8") == text
+    (train,), (val,) = split([text.encode("utf-8")])
+    assert train.decode("utf-8") + val.decode("utf-8") == text
 
 
 def test_validation_is_never_empty_where_no_hash_is_a_multiple_of_fifty():
-    same = [Document("a", b"the same text")] * 60
-    train, val = prepare_data.split_documents(same)
-    assert sum(len(d.content) for d in val) == 60 * 13 // 20 and len(train) + len(val) == 60
+    train, val = split([b"the same text"] * 60)
+    assert sum(map(len, val)) == 60 * 13 // 20 and len(train) + len(val) == 60
 
 
 def test_each_document_begins_with_end_of_text(tmp_path):
@@ -342,7 +359,7 @@ def test_the_standard_library_becomes_a_data_set_whose_meta_is_true(tmp_path, mo
     assert sorted(path.name for path in folder.iterdir()) == sorted([*meta["sha256"], "meta.json"])
     for name, checksum in meta["sha256"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == checksum
-    documents, _ = prepare_data.read_documents([], prepare_data.ByteEncoding())
+    documents = list(prepare_data.read_documents([], Reading(utf8=True, marks=True), prepare_data.Notes()))
     names = {Path(document.name).name for document in documents}
     assert {"argparse.py", "decoder.py"} <= names and not {"test_argparse.py", "numpy"} & names
     for split in ("train", "val"):
@@ -350,7 +367,7 @@ def test_the_standard_library_becomes_a_data_set_whose_meta_is_true(tmp_path, mo
         counts = meta["splits"][split]
         assert len(ids) == counts["tokens"] == counts["bytes"] + counts["documents"]
         assert (ids == 256).sum() == counts["documents"] > 5
-    assert sum(counts["bytes"] for counts in meta["splits"].values()) == sum(len(d.content) for d in documents)
+    assert sum(counts["bytes"] for counts in meta["splits"].values()) == sum(d.size for d in documents)
     assert "python train.py --data data/stdlib" in capsys.readouterr().out
     assert [path.name for path in folder.parent.iterdir()] == ["stdlib"]
 
@@ -486,3 +503,460 @@ def test_run_as_a_script_in_a_plain_locale(tmp_path):
 def test_importing_it_loads_neither_torch_nor_a_tokenizer():
     check = "import prepare_data, sys; sys.exit(bool({'torch', 'tiktoken', 'tqdm', 'requests'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", check], cwd=SCRIPT.parent).returncode == 0
+
+
+# ---- sources --------------------------------------------------------------------------------------------------------
+
+LINES = [f"document {n}, naïve 你好\n" for n in range(60)]
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A folder that a real server on this machine offers, its address, and the paths it has been asked for."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    folder, asked = tmp_path / "served", []
+    folder.mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            if self.path.endswith("cut.txt"):
+                self.send_response(200)
+                self.send_header("Content-Length", "1000")
+                self.end_headers()
+                self.wfile.write(b"only this")
+            elif self.path.endswith("silence.txt"):
+                time.sleep(1)
+            else:
+                super().do_GET()
+
+        def log_message(self, *arguments):
+            pass
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield folder, f"http://127.0.0.1:{running.server_port}", asked
+        running.shutdown()
+
+
+def test_a_url_is_downloaded_once(server, capsys):
+    folder, address, asked = server
+    (folder / "book.txt").write_bytes(TEXT)
+    for name in ("one", "two"):
+        main([f"{address}/book.txt", "--out_dir", name])
+    main([str(folder / "book.txt"), "--out_dir", "three"])
+    assert asked == ["/book.txt"]
+    assert Path("one/meta.json").read_bytes() == Path("two/meta.json").read_bytes()
+    for split in ("train", "val"):
+        assert np.array_equal(read_split(Path("one"), split), read_split(Path("three"), split))
+    main([f"{address}/book.txt?version=2"])
+    assert len(asked) == 2 and Path("data/book/meta.json").exists()
+
+
+@pytest.mark.parametrize("name, complaint", [
+    ("cut.txt", "9 of 1,000 bytes"), ("missing.txt", "404"), ("silence.txt", "no answer")])
+def test_a_download_that_fails_costs_one_line_and_leaves_nothing(server, monkeypatch, capsys, name, complaint):
+    monkeypatch.setattr(prepare_data, "ANSWER_SECONDS", 0.5)
+    line = refused(capsys, f"{server[1]}/{name}", "--out_dir", "out")
+    assert f"{server[1]}/{name}" in line and complaint in line and "--source stdlib" in line
+    assert not Path("out").exists() and not [path for path in Path("data").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("source", ["tinyshakespeare", "fineweb-edu"])
+def test_a_source_without_network_costs_one_line(tmp_path, monkeypatch, capsys, offline, source):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare_data, "parquet_module", lambda: None)
+    line = refused(capsys, "--source", source)
+    assert offline == prepare_data.SOURCES[source][:1] and offline[0] in line and "--source stdlib" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_more_files_are_fetched_than_the_tokens_need(server, capsys, monkeypatch):
+    folder, address, asked = server
+    for shard in range(4):
+        rows = [json.dumps({"text": f"{shard}.{copy} {line}"}) for copy in range(5) for line in LINES]
+        (folder / f"{shard}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    urls = [f"{address}/{shard}.jsonl" for shard in range(4)]
+    monkeypatch.setitem(prepare_data.SOURCES, "fineweb-edu", urls)
+    main(["--source", "fineweb-edu", "--max_tokens", "15000"])
+    assert asked == ["/0.jsonl", "/1.jsonl"]
+    meta = prepare_data.read_meta("data/fineweb-edu")
+    assert sum(counts["tokens"] for counts in meta["splits"].values()) == 15000
+    for split in ("train", "val"):
+        ids, counts = read_split(Path("data/fineweb-edu"), split), meta["splits"][split]
+        assert counts["tokens"] == len(ids) == counts["bytes"] + counts["documents"] and ids[0] == 256
+    assert meta["source"] == "fineweb-edu"
+
+
+@pytest.mark.parametrize("name, key", [("a.jsonl", "text"), ("a.jsonl.gz", "text"), ("a.jsonl", "words")])
+def test_each_json_line_is_a_document(tmp_path, name, key):
+    for n, line in enumerate(LINES):
+        (tmp_path / "files" / f"{n:02d}").parent.mkdir(exist_ok=True)
+        (tmp_path / "files" / f"{n:02d}").write_text(line, encoding="utf-8", newline="")
+    rows = "\n\n".join(json.dumps({"id": 7, key: line}) for line in LINES).encode("utf-8")
+    (tmp_path / name).write_bytes(gzip.compress(rows) if name.endswith("gz") else rows)
+    one, _ = prepare([tmp_path / name], "bytes", tmp_path / "one", text_key=key)
+    two, _ = prepare([tmp_path / "files"], "bytes", tmp_path / "two")
+    assert one["sha256"] == two["sha256"] and one["splits"]["val"]["documents"] > 0
+
+
+def test_each_row_of_a_parquet_file_is_a_document(tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet
+    pyarrow.parquet.write_table(pyarrow.table({"id": list(range(60)), "text": LINES}), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in LINES), encoding="utf-8")
+    one, _ = prepare([tmp_path / "a.parquet"], "bytes", tmp_path / "one")
+    two, _ = prepare([tmp_path / "a.jsonl"], "bytes", tmp_path / "two")
+    assert one["sha256"] == two["sha256"]
+    line = refused(capsys, tmp_path / "a.parquet", "--text_key", "body", "--out_dir", tmp_path / "out")
+    assert "a.parquet" in line and "id, text" in line and "--text_key" in line
+
+
+def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert "pip install pyarrow" in refused(capsys, tmp_path / "a.parquet", "--out_dir", tmp_path / "out")
+    assert "pip install pyarrow" in refused(capsys, "--source", "fineweb-edu", "--out_dir", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name, content, complaint", [
+    ("a.jsonl", b'{"text": "a"}\n{"text": ', "line 2"), ("a.jsonl", b'{"body": "a"}', "line 1: no text under 'text'"),
+    ("a.jsonl", b'{"text": 1}', "no text"), ("a.jsonl", b"[]", "no text"), ("a.jsonl", b"\xff\xfe{", "line 1"),
+    ("a.jsonl", b"[" * 100_000, "line 1"), ("a.jsonl", b"", "no text found"),
+    ("a.jsonl.gz", b"plain", "gzip"), ("a.jsonl.gz", gzip.compress(ANY_BYTES)[:-50], "a.jsonl.gz"), ("a.jsonl.gz", b"", "no text")])
+def test_a_file_of_records_that_is_none_costs_one_line(tmp_path, capsys, name, content, complaint):
+    (tmp_path / name).write_bytes(content)
+    line = refused(capsys, tmp_path / name, "--out_dir", tmp_path / "out")
+    assert name in line and complaint in line and not (tmp_path / "out").exists()
+
+
+def test_half_a_character_in_json_is_refused_or_replaced_but_kept_as_bytes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare_data, "get_encoding", lambda name: tiny_encoding())
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good \\ud800 bad"}')
+    assert "line 1: byte 0xed at offset 5" in refused(capsys, tmp_path / "a.jsonl", "--out_dir", tmp_path / "out")
+    main([str(tmp_path / "a.jsonl"), "--errors", "replace", "--out_dir", str(tmp_path / "out")])
+    assert "replaced 3 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_standard_input_is_a_document(tmp_path, book, workers):
+    done = subprocess.run([sys.executable, SCRIPT, "-", "--workers", workers], cwd=tmp_path, input=TEXT, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    prepare([book], "bytes", tmp_path / "out")
+    for split in ("train", "val"):
+        assert np.array_equal(read_split(tmp_path / "data/stdin", split), read_split(tmp_path / "out", split))
+    assert not (tmp_path / "data/stdin" / prepare_data.SPOOL).exists()
+    done = subprocess.run([sys.executable, SCRIPT, "-", "-", "--out_dir", "no"], cwd=tmp_path, input=TEXT, capture_output=True)
+    assert done.returncode == 2 and b"given twice" in done.stderr
+    done = subprocess.run([sys.executable, SCRIPT, "-", "--out_dir", "no"], cwd=tmp_path, input=b"", capture_output=True)
+    assert done.returncode == 2 and b"standard input: 0 bytes" in done.stderr and not (tmp_path / "no").exists()
+
+
+# ---- texts as they come ---------------------------------------------------------------------------------------------
+
+def test_text_that_spells_end_of_text_makes_no_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_data, "get_encoding", lambda name: tiny_encoding())
+    text = b"one<|endoftext|>two\n" * 50
+    (tmp_path / "a.txt").write_bytes(text)
+    prepare([tmp_path / "a.txt"], "tiny", tmp_path / "out")
+    train, val = (read_split(tmp_path / "out", split) for split in ("train", "val"))
+    assert (train == 300).sum() == (val == 300).sum() == 1 and train[0] == val[0] == 300
+    assert tiny_encoding().decode(train[1:]) + tiny_encoding().decode(val[1:]) == text
+
+
+def test_a_byte_order_mark_is_left_out_and_counted_but_kept_as_bytes(tmp_path, monkeypatch, capsys):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_bytes(b"\xef\xbb\xbf" + TEXT)
+    main([str(tmp_path / "texts"), "--out_dir", str(tmp_path / "kept")])
+    assert "byte-order" not in capsys.readouterr().out
+    assert bytes(read_split(tmp_path / "kept", "train")[1:4].tolist()) == b"\xef\xbb\xbf"
+    monkeypatch.setattr(prepare_data, "get_encoding", lambda name: tiny_encoding())
+    main([str(tmp_path / "texts"), "--out_dir", str(tmp_path / "out")])
+    assert "left out 1 byte-order marks" in capsys.readouterr().out
+    train, val = (tiny_encoding().decode(read_split(tmp_path / "out", split)[1:]) for split in ("train", "val"))
+    assert train + val == TEXT and b"\r\n" in train         # line ends stay
+
+
+@pytest.mark.parametrize("content, replaced", [(b"good text\n\x92 bad\nmore\n", 1), ("smile 🙂".encode("utf-8")[:-1], 3)])
+def test_errors_replace_says_how_many_bytes_it_has_replaced(tmp_path, monkeypatch, capsys, content, replaced):
+    monkeypatch.setattr(prepare_data, "get_encoding", lambda name: tiny_encoding())
+    (tmp_path / "b.txt").write_bytes(content)
+    main([str(tmp_path / "b.txt"), "--errors", "replace", "--out_dir", str(tmp_path / "out")])
+    assert f"replaced {replaced} bytes" in capsys.readouterr().out
+    both = [tiny_encoding().decode(read_split(tmp_path / "out", split)[1:]).decode() for split in ("train", "val")]
+    assert "".join(both).count("\ufffd") == 1 or replaced == 3
+
+
+def test_null_bytes_survive_and_noise_is_refused_quickly(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare_data, "get_encoding", lambda name: tiny_encoding())
+    for name, content in (("n.txt", b"ab\0cd\n"), ("zeros.txt", bytes(10**6))):
+        (tmp_path / name).write_bytes(content)
+        main([str(tmp_path / name), "--out_dir", str(tmp_path / f"out-{name}")])
+        both = [tiny_encoding().decode(read_split(tmp_path / f"out-{name}", split)[1:]) for split in ("train", "val")]
+        assert b"".join(both) == content
+    (tmp_path / "noise").write_bytes(ANY_BYTES * 200)
+    capsys.readouterr()
+    assert "is not UTF-8" in refused(capsys, tmp_path / "noise", "--out_dir", tmp_path / "out")
+
+
+@pytest.mark.parametrize("unit", ["a", "^", " ", "你"])
+def test_a_megabyte_of_one_character_is_no_trouble_to_gpt2(tmp_path, monkeypatch, unit):
+    monkeypatch.setattr(prepare_data, "download", lambda url, path: pytest.skip("no GPT-2 ranks in TIKTOKEN_CACHE_DIR"))
+    (tmp_path / "l.txt").write_text(unit * 1_000_000, encoding="utf-8")
+    meta, _ = prepare([tmp_path / "l.txt"], "gpt2", tmp_path / "out")
+    encoding = prepare_data.get_encoding("gpt2")
+    both = [encoding.decode(read_split(tmp_path / "out", split)[1:]) for split in ("train", "val")]
+    assert b"".join(both).decode("utf-8") == unit * 1_000_000
+
+
+# ---- workers, memory, interruption ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("encoding", ["bytes", "tiny"])
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path, monkeypatch, encoding):
+    if encoding == "tiny":
+        monkeypatch.setattr(prepare_data, "get_encoding", lambda name: tiny_encoding())
+    package = Path(json.__file__).parent
+    (tmp_path / "long.txt").write_bytes(TEXT * 100)
+    for workers in (0, 1, 64):
+        prepare([package, tmp_path / "long.txt"], encoding, tmp_path / str(workers), workers=workers, shard_tokens=10**5)
+    folders = [{path.name: path.read_bytes() for path in (tmp_path / str(workers)).iterdir()} for workers in (0, 1, 64)]
+    assert folders[0] == folders[1] == folders[2] and len(folders[0]) > 5
+
+
+def test_run_from_a_script_under_the_spawn_start_method_it_writes_the_same(tmp_path, book):
+    program = (f"import multiprocessing, runpy, sys; multiprocessing.set_start_method('spawn'); sys.argv = ['prepare_data.py', "
+               f"{str(book)!r}, '--out_dir', 'spawned']; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')")
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True)
+    meta, _ = prepare([book], "bytes", tmp_path / "out")
+    assert prepare_data.read_meta(tmp_path / "spawned")["sha256"] == meta["sha256"]
+
+
+PEAK_OF_A_RUN = """
+import resource, sys, prepare_data
+prepare_data.main(sys.argv[1:])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="measured as Linux counts memory")
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    (tmp_path / "big.txt").write_bytes(TEXT * 8000)        # 60 MB
+    (tmp_path / "small.txt").write_bytes(TEXT * 80)
+    peaks = {}
+    for name in ("small", "big"):
+        done = subprocess.run([sys.executable, "-c", PEAK_OF_A_RUN, tmp_path / f"{name}.txt", "--workers", "2", "--out_dir",
+                               tmp_path / name], cwd=SCRIPT.parent, capture_output=True, text=True, check=True)
+        peaks[name] = int(done.stdout.split()[-1]) / 1024
+    tokens = prepare_data.read_meta(tmp_path / "big")["splits"]["train"]["tokens"]
+    assert peaks["big"] - peaks["small"] < 2 * tokens / 2**20 + 20, peaks       # a shard's tokens are collected
+
+
+def slow_run(tmp_path):
+    """A run of prepare_data.py that is encoding and will do so for a long time."""
+    program = ("import sys, time, prepare_data; encode = prepare_data.ByteEncoding.encode\n"
+               "def slowly(self, data):\n    time.sleep(0.2)\n    return encode(self, data)\n"
+               "prepare_data.ByteEncoding.encode = slowly\nprepare_data.main(sys.argv[1:])")
+    (tmp_path / "big.txt").write_bytes(TEXT * 8000)
+    run = subprocess.Popen([sys.executable, "-c", program, str(tmp_path / "big.txt"), "--workers", "2", "--out_dir",
+                            str(tmp_path / "data" / "out")], cwd=SCRIPT.parent, stderr=subprocess.PIPE)
+    while not list(tmp_path.glob("data/.out.tmp-*")):
+        time.sleep(0.02)
+    time.sleep(0.5)
+    assert run.poll() is None
+    return run
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
+def test_ctrl_c_ends_with_one_line_and_leaves_nothing(tmp_path):
+    run = slow_run(tmp_path)
+    run.send_signal(signal.SIGINT)
+    error = run.communicate(timeout=10)[1].decode()
+    assert run.returncode == 130 and error.count("\n") == 1 and "interrupted" in error, error
+    assert [path.name for path in tmp_path.iterdir()] == ["big.txt"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
+def test_a_killed_run_leaves_nothing_that_passes_for_a_data_set(tmp_path):
+    run = slow_run(tmp_path)
+    run.kill()
+    run.communicate(timeout=10)
+    assert not (tmp_path / "data" / "out").exists()
+    with pytest.raises(UserError, match="no shards found"):
+        prepare_data.find_shards(tmp_path / "data" / "out", "train")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a limit on file sizes as POSIX has it")
+def test_a_full_disk_costs_one_line_and_leaves_nothing(tmp_path):
+    (tmp_path / "big.txt").write_bytes(TEXT * 200)
+    for source, given in (("big.txt", None), ("-", TEXT * 200)):
+        done = subprocess.run(["bash", "-c", 'ulimit -f 200; exec "$@"', "bash", sys.executable, "-B", str(SCRIPT), source,
+                               "--out_dir", "data/out"], cwd=tmp_path, input=given, capture_output=True)
+        error = done.stderr.decode()
+        assert done.returncode == 2 and error.count("\n") == 1 and "--out_dir data/out" in error, error
+        assert "File too large" in error and "bytes are free" in error
+        assert [path.name for path in tmp_path.iterdir()] == ["big.txt"]
+
+
+@pytest.mark.parametrize("out_dir", ["f", "f/x", "/proc/x"])
+def test_an_out_dir_that_cannot_be_written_is_named_before_the_work(tmp_path, monkeypatch, capsys, book, out_dir):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "f").touch()
+    monkeypatch.setattr(prepare_data, "write_splits", None)
+    if out_dir.startswith("/proc") and not Path("/proc").is_dir():
+        pytest.skip("no /proc")
+    assert f"--out_dir {out_dir}" in refused(capsys, book, "--out_dir", out_dir)
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, monkeypatch, capsys, book):
+    find_cut = prepare_data.find_cut
+
+    def then_shorten(documents):
+        found = find_cut(documents)
+        book.write_bytes(TEXT[:100])
+        return found
+    monkeypatch.setattr(prepare_data, "find_cut", then_shorten)
+    monkeypatch.setattr(prepare_data, "checked", functools.lru_cache(prepare_data.checked))
+    line = refused(capsys, book, "--out_dir", tmp_path / "out")
+    assert str(book) in line and not (tmp_path / "out").exists()
+
+
+# ---- ranks files ----------------------------------------------------------------------------------------------------
+
+def ranks_text(tokens) -> str:
+    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens))
+
+
+RANKS = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b"in", b" t", b" the"] + [b"a" * n for n in range(2, 41)]
+
+
+def test_a_ranks_file_travels_with_data_and_meta(tmp_path, capsys, book):
+    original = tmp_path / "own" / "small.tiktoken"
+    original.parent.mkdir()
+    original.write_text(ranks_text(RANKS))
+    main([str(book), "--encoding", str(original), "--out_dir", str(tmp_path / "out")])
+    text = original.read_bytes()
+    original.unlink()
+    meta = prepare_data.read_meta(tmp_path / "out")
+    assert (meta["encoding"], meta["vocab_size"], meta["end_of_text"]) == ("small.tiktoken", 301, 300)
+    assert (tmp_path / "out" / meta["ranks_file"]).read_bytes() == text == meta["ranks"].encode()
+    assert "ranks" not in json.loads((tmp_path / "out" / "meta.json").read_text())
+    encoding = prepare_data.encoding_from_meta(json.loads(json.dumps(meta)))
+    train, val = (read_split(tmp_path / "out", split) for split in ("train", "val"))
+    assert train[0] == val[0] == 300 and encoding.decode(train[1:]) + encoding.decode(val[1:]) == TEXT
+    assert list(encoding.encode(b"in the")) == [258, 260]
+    (tmp_path / "out" / "small.tiktoken").unlink()
+    with pytest.raises(UserError, match="small.tiktoken"):
+        prepare_data.read_meta(tmp_path / "out")
+
+
+def test_a_large_ranks_file_makes_shards_of_four_bytes_a_token(tmp_path, book):
+    tokens = [bytes([byte]) for byte in range(256)] + [f"{n:06d}".encode() for n in range(69_744)]
+    (tmp_path / "large.tiktoken").write_text(ranks_text(tokens))
+    prepare([book], str(tmp_path / "large.tiktoken"), tmp_path / "out")
+    assert Shards(prepare_data.find_shards(tmp_path / "out", "train")).dtype == np.uint32
+    assert read_split(tmp_path / "out", "train")[0] == 70_000
+
+
+@pytest.mark.parametrize("damage, complaint", [
+    (lambda lines: lines[:300] + [lines[7]], "line 301: repeats the token of line 8"),
+    (lambda lines: lines[:299] + ["enp6 12"], "line 300: repeats the rank of line 13"),
+    (lambda lines: lines[:65] + lines[66:], "without the single byte 0x41"),
+    (lambda lines: lines[:9] + ["?? 9"] + lines[10:], "line 10: '??' is not base64"),
+    (lambda lines: lines[:9] + ["CQ=="] + lines[10:], "line 10: found 'CQ=='"),
+    (lambda lines: lines[:9] + ["CQ== nine"] + lines[10:], "line 10: found"),
+    (lambda lines: lines[:9] + ["CQ== -9"] + lines[10:], "line 10: found"),
+    (lambda lines: lines[:9] + [""] + lines[9:], "line 10: found ''"),
+    (lambda lines: lines + ["enp6 " + "9" * 5000], "line 301: found rank 9999"),
+    (lambda lines: [], "0 lines"),
+])
+def test_a_broken_ranks_file_is_named_with_its_line(tmp_path, capsys, book, damage, complaint):
+    (tmp_path / "own.tiktoken").write_text("\n".join(damage(ranks_text(RANKS).splitlines())))
+    line = refused(capsys, book, "--encoding", tmp_path / "own.tiktoken", "--out_dir", tmp_path / "out")
+    assert "own.tiktoken" in line and complaint in line and not (tmp_path / "out").exists()
+
+
+def test_a_ranks_file_that_cannot_be_read_costs_one_line(tmp_path, capsys, book):
+    (tmp_path / "folder.tiktoken").mkdir()
+    (tmp_path / "binary.tiktoken").write_bytes(ANY_BYTES)
+    for name, complaint in (("missing", "No such file"), ("folder", "Is a directory"), ("binary", "not text")):
+        line = refused(capsys, book, "--encoding", tmp_path / f"{name}.tiktoken", "--out_dir", tmp_path / "out")
+        assert f"{name}.tiktoken" in line and complaint in line
+
+
+def test_a_network_that_hangs_costs_one_line_soon(tmp_path, monkeypatch, capsys, book):
+    import tiktoken.registry
+    monkeypatch.setattr(prepare_data, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(prepare_data.urllib.request, "urlopen", lambda url, timeout: time.sleep(2))
+    started = time.monotonic()
+    line = refused(capsys, book, "--encoding", "gpt2", "--out_dir", tmp_path / "out")
+    assert time.monotonic() - started < 1.5 and "no answer within 0.3 s" in line
+    assert "TIKTOKEN_CACHE_DIR" in line and "--encoding bytes" in line and not (tmp_path / "cache").exists()
+
+
+# ---- shards of others -----------------------------------------------------------------------------------------------
+
+def test_nanogpts_headerless_files_are_read(tmp_path):
+    ids = np.random.default_rng(1).integers(0, 50257, 3000).astype("<u2")
+    for name in ("train", "val"):
+        ids.tofile(tmp_path / f"{name}.bin")
+    assert np.array_equal(read_split(tmp_path, "train"), ids)
+    (tmp_path / "meta.pkl").write_bytes(b"never opened")
+    with pytest.raises(UserError, match="meta.pkl.*python prepare_data.py input.txt"):
+        prepare_data.read_meta(tmp_path)
+
+
+def test_a_damaged_shard_is_not_taken_for_a_headerless_one(tmp_path):
+    ids = np.random.default_rng(1).integers(0, 50257, 3000).astype("<u2")
+    path = tmp_path / "train.bin"
+    prepare_data.write_shard(path, ids)
+    whole = path.read_bytes()
+    for content in (b"\0\0\0\0" + whole[4:], b"abcd" + whole[4:], whole[:-2], whole[:1000], whole + b"\0\0"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="train.bin"):
+            Shards([path])
+    for name, content in (("train.bin", ids.tobytes() + b"\0"), ("train.bin", b""), ("train_0.bin", ids.tobytes()),
+                          ("train.bin", np.full(3000, 60_000, "<u2").tobytes())):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=name):
+            Shards([tmp_path / name])
+    ids.tofile(path)
+    (tmp_path / "meta.json").write_text('{"encoding": "gpt2", "vocab_size": 50257, "end_of_text": 50256}')
+    with pytest.raises(UserError, match="train.bin"):
+        Shards([path])
+
+
+def test_folders_are_no_shards(tmp_path):
+    (tmp_path / "train_0.bin").mkdir()
+    with pytest.raises(UserError, match="no shards found"):
+        prepare_data.find_shards(tmp_path, "train")
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory as Linux shows it")
+def test_memory_stays_flat_over_four_billion_tokens(tmp_path):
+    program = """
+import sys, time, numpy as np
+started = time.monotonic()
+from prepare_data import Shards, find_shards
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+shards = Shards(find_shards(sys.argv[1], "train"))
+assert len(shards) == 4 * 10**9
+draw = np.random.default_rng(1)
+for step in range(600):
+    if step == 100:
+        begun, warm = time.monotonic() - started, anonymous()
+    shards.read(int(draw.integers(4 * 10**9 - 1025)), 1025)
+print(begun, anonymous() - warm)
+"""
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 10**9
+    for shard in range(4):
+        with (tmp_path / f"train_{shard}.bin").open("wb") as file:
+            file.write(header)
+            file.truncate(1024 + 2 * 10**9)        # sparse: takes no room
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], cwd=SCRIPT.parent, capture_output=True, text=True)
+    begun, grown = done.stdout.split()
+    assert float(begun) < 10 and int(grown) < 2048, done

@@ -232,7 +232,8 @@ def test_a_checkpoint_that_cannot_skip_says_so(change, flags, named, tmp_path, c
     (["--device", "gpu"], "--device gpu"), (["--skip_rate", "1"], "'1'"), (["--skip_rate", "1.1"], "1.1"),
     (["--skip_rate", "-0.1"], "-0.1"), (["--skip_rate", "0.1,0.2"], "2 numbers"), (["--skip_rate", "0.1, ,0.2"], "' '"),
     (["--depth_budget", "0"], "--depth_budget"), (["--depth_budget", "1e-320"], "depth_budget 9.99989e-321"), (["--depth_budget", "6.5"], "at most 6"),
-    (["--depth_budget", "3", "--skip_rate", "0.5"], "--skip_rate"), (["--interactive", "--depth_json", "x"], "--interactive"), (["--depth_json", "/proc/x/y"], "/proc/x/y"), (["--seed", "x"], "--seed"), (["--tempreature", "1"], "--tempreature")])
+    (["--depth_budget", "3", "--skip_rate", "0.5"], "--skip_rate"), (["--interactive", "--depth_json", "x"], "--interactive"),
+    (["--depth_json", "/proc/x/y"], "/proc/x/y"), (["--seed", "x"], "--seed"), (["--tempreature", "1"], "--tempreature")])
 def test_a_mistake_is_answered_in_one_line(flags, named, checkpoint, capsys):
     assert named in fails(sample.main, ["--checkpoint", checkpoint, *flags], capsys)
 

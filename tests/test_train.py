@@ -584,12 +584,15 @@ def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(python_t
     (["--n_head", 3, "--n_embd", 64], "--n_embd 64"), (["--learning_rate", "nan"], "nan"), (["--steps", 0], "--steps"),
     (["--warmup_steps", 9, "--steps", 5], "--warmup_steps 9"), (["--batch_tokens", 100], "128"), (["--dropout", 1], "--dropout"),
     (["--min_lr", 2], "--min_lr"), (["--device", "gpu"], "cpu"), (["--device", "cuda:99"], "--device cuda:99"),
-    (["--dtype", "float16"], "float16"), (["--dtype", "fp16"], "bfloat16"), (["--device", "mps:7"], "--device mps:7"), (["--grad_accum", 3], "--grad_accum"), (["--depth_budget", 2], "--eval_only"), (["--micro_batc", 4], "--micro_batc"), (["--data", ""], "--data"), (["--out_dir", "/proc/x"], "/proc/x"), (["--init_from", "/nonexistent.pt"], "/nonexistent.pt"),
+    (["--dtype", "float16"], "float16"), (["--dtype", "fp16"], "bfloat16"),
+    (["--device", "mps:7"], "--device mps:7"), (["--grad_accum", 3], "--grad_accum"), (["--depth_budget", 2], "--eval_only"),
+    (["--micro_batc", 4], "--micro_batc"), (["--data", ""], "--data"), (["--out_dir", "/proc/x"], "/proc/x"), (["--init_from", "/nonexistent.pt"], "/nonexistent.pt"),
     (["--init_from", "x", "--resume"], "--init_from"), (["--skip_rate", 1], "'1'"), (["--skip_rate", -0.1], "-0.1"),
     (["--skip_rate", "0.1,0.2"], "2 numbers"), (["--skip_rate", "0.1,,0.2,0.3"], "''"), (["--skip_rate", "random:"], "''"),
     (["--skip_rate", "random:0.1,0.2"], "random:"), (["--skip_rate", 0.25, "--residual", "prenorm"], "--skip_rate 0.25"),
     (["--choose", "static"], "--choose static"), (["--choose", "random", "--residual", "prenorm"], "--choose random"),
-    (["--flop_budget", 1e9], "--steps"), (["--eval_only"], "ckpt.pt"), (["--seed", 10**20], "--seed"), (["--eval_only", "--skip_rates", "0,1"], "'1'"), (["--residual", "post"], "post"), (["--block_size", 10**7,
+    (["--flop_budget", 1e9], "--steps"), (["--eval_only"], "ckpt.pt"), (["--seed", 10**20], "--seed"),
+    (["--eval_only", "--skip_rates", "0,1"], "'1'"), (["--residual", "post"], "post"), (["--block_size", 10**7,
      "--micro_batch", 1, "--batch_tokens", 10**7], "--block_size")])
 def test_a_mistake_is_answered_in_one_line(flags, named, python_text, tmp_path, capsys):
     base = [*TINY, "--data", python_text, "--out_dir", tmp_path / "out", "--steps", 1]
