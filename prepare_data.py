@@ -45,6 +45,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+import time
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -100,6 +101,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": HelpFormatter, "allow_abbrev": False, **settings})
 
     def error(self, message: str):
+        let_the_first_process_speak()
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
@@ -122,8 +124,15 @@ def exit_on_user_error(function: Callable, *args: Any, errors: tuple[type[Except
             raise
         message = f"standard output: cannot be written ({error.strerror}); make room or send it elsewhere"
         abandon_output()
+    let_the_first_process_speak()
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def let_the_first_process_speak():
+    """Under torchrun, wait in all processes but the first: if it meets the same mistake, torchrun ends us meanwhile."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(5)
 
 
 def abandon_output():

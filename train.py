@@ -118,9 +118,10 @@ def flag_parser() -> Parser:
                         help="torch.compile; None: on CUDA only")
     system.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto",
                         help="of the residual stream; auto: Triton on a GPU that has it, else PyTorch")
-    system.add_argument("--fsdp", action="store_true", help="under torchrun, share the model's weights among the processes "
-                        "(FSDP2), for a model that outgrows one GPU; with --optimizer adamw")
-    system.add_argument("--activation_checkpointing", action="store_true",
+    system.add_argument("--fsdp", action=argparse.BooleanOptionalAction, default=False,
+                        help="under torchrun, share the model's weights among the processes (FSDP2), for a model that "
+                             "outgrows one GPU; with --optimizer adamw")
+    system.add_argument("--activation_checkpointing", action=argparse.BooleanOptionalAction, default=False,
                         help="keep only what enters each layer and compute it again backward: less memory, more time")
     system.add_argument("--threads", type=thread_count, default=None, help="CPU threads; None: PyTorch's choice")
 
@@ -167,7 +168,7 @@ def check_args(args):
                         "--nproc_per_node N train.py …")
     n_processes = int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
     share = args.micro_batch * args.block_size * n_processes
-    if args.batch_tokens % share:
+    if args.batch_tokens % share and not args.eval_only:
         below, above = args.batch_tokens // share * share, -(-args.batch_tokens // share) * share
         nearest = f"{below} or {above}" if below else f"{above}, or a smaller --micro_batch"
         times = f" × {n_processes} processes" if n_processes > 1 else ""
@@ -848,7 +849,7 @@ class Run:
         self.blocks, self.evaluator, self.meta = blocks, evaluator, meta
         self.path, self.saved = args.out_dir / "ckpt.pt", step
         self.settings = {flag: value for flag, value in vars(args).items()
-                         if flag not in ("given", "resume", "init_from", "out_dir", "eval_only", "depth_budget")}
+                         if flag not in ("given", "resume", "init_from", "out_dir", "eval_only", "depth_budget", "fsdp")}
         self.micro_tokens = args.micro_batch * args.block_size
         self.micro_batches = args.batch_tokens // self.micro_tokens
         self.choice = RandomShare if args.choose == "random" else TopShare
@@ -920,8 +921,8 @@ class Run:
         self.step, self.flops = self.step + 1, self.flops + 3 * self.model.flops_per_token(kept) * self.args.batch_tokens
         self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
         if self.skipped_in_a_row == 10:
-            raise self.diverged(f"loss {loss:g} and gradient norm {grad_norm:g} in the tenth step in a row, learning rate "
-                                f"{learning_rate_factor:.3g} of its peak")
+            raise self.diverged(f"loss is {loss:g} and the norm of the gradient {grad_norm:g} in the tenth step in a row, at "
+                                f"{learning_rate_factor:.3g} of the peak learning rate")
         return {"step": self.step, "loss": loss, "grad_norm": grad_norm, "lr_factor": learning_rate_factor,
                 "flops": self.flops, "skip_rate": sum(rates) / len(rates), "tokens": self.step * self.args.batch_tokens,
                 **({} if finite else {"left_out": True})}
@@ -1126,28 +1127,25 @@ def sample_text(model, encoding, seed: int) -> str:
     return encoding.decode(tokens[1:].numpy()).decode("utf-8", errors="replace")[:300]
 
 
-def train_in_turn(args):
-    """Train; a mistake that all processes meet is told by the first, one that only another meets by that one."""
+def train_unless_left_alone(args):
+    """Train. Where another process has ended, this one waits for that to be told, upon which torchrun ends this one, too."""
     try:
         train(args)
-    except (UserError, ModelError):
-        if rank() > 0:
-            time.sleep(5)       # torchrun ends us sooner if the first has told it
-        raise
     except RuntimeError as error:
-        if under_torchrun() and LOST_PROCESS.search(str(error)):
-            raise SystemExit(1) from None       # which tells what has happened to it
-        raise
+        if not under_torchrun() or not LOST_PROCESS.search(str(error)):
+            raise
+        time.sleep(15)
+        raise UserError("another process has ended without a word; look for it above, and go on with --resume") from error
 
 
-LOST_PROCESS = re.compile("onnection (closed|reset|refused)|Socket|NCCL|Gloo", re.IGNORECASE)
+LOST_PROCESS = re.compile("connection (closed|reset|refused)|socket|nccl|gloo", re.IGNORECASE)     # PyTorch has no type for it
 
 
 def main(argv=None):
     forgive_output()
     args = parse_args(argv)
     try:
-        exit_on_user_error(train_in_turn, args, errors=(UserError, ModelError))
+        exit_on_user_error(train_unless_left_alone, args, errors=(UserError, ModelError))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
