@@ -247,6 +247,17 @@ def test_a_shut_modulator_has_finite_gradients_and_equals_model_py():
     assert all(x.isfinite().all() for x in found[1]) and found[1][0].abs().max() == 0
 
 
+def test_a_nearly_shut_modulator_in_float16_still_learns():
+    """Each row's part of the gradient is below float16's smallest number, their sum is not."""
+    r, w = (1 + 0.1 * torch.randn(256, 16)).half(), 0.01 * torch.randn(5, 16).half()
+    inputs = [r, w, torch.full((5,), -7.0), torch.zeros(5), torch.full((1,), 4.0)]
+    inputs, dm = [x.to(DEVICE) for x in inputs], torch.full((256,), 2e4, device=DEVICE)
+    _, found = with_gradients(kernels.modulator, inputs, [dm])
+    _, expected = with_gradients(PLAIN.modulator, in_float64(inputs), in_float64([dm]))
+    assert expected[2].abs().max() / 256 < 2**-25 < 2**-20 < expected[1].abs().max()
+    near(found[1].float(), expected[1], relative=2e-2)
+
+
 def test_a_modulator_of_many_rows_adds_up_over_all_of_them(monkeypatch):
     monkeypatch.setattr(kernels, "REDUCING_PROGRAMS", 2)        # each then takes several tiles
     inputs = [unit_rows(230, 16), torch.randn(5, 16) / 4, torch.randn(5), torch.randn(5), torch.ones(1)]
