@@ -854,7 +854,8 @@ class Run:
         self.micro_batches = args.batch_tokens // self.micro_tokens
         self.choice = RandomShare if args.choose == "random" else TopShare
         self.skipped_in_a_row = 0
-        self.stop: list[str] = []       # names of the signals that ask to stop
+        self.asked: list[str] = []      # names of the signals that have come to this process
+        self.stop: str | None = None    # why all processes stop after this step
         self.objective = Objective(model, evaluator.autocast)
         if compiled:
             self.compile()
@@ -907,9 +908,9 @@ class Run:
 
         Where the loss or the gradient is not finite the step is left out, and counted; UserError after ten in a row.
         """
-        loss, stops = summed([self.accumulate(rates), bool(self.stop)], self.evaluator.device)
-        if stops and not self.stop:
-            self.stop.append("another process")
+        loss, stops = summed([self.accumulate(rates), bool(self.asked)], self.evaluator.device)
+        if stops:       # in all processes after the same step, whenever the signal has come to each
+            self.stop = self.asked[0] if self.asked else "a signal to another process"
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.grad_clip)
         grad_norm = (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm).item()
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -1030,7 +1031,7 @@ def train(args):
                   dtype=str(dtype)[6:], compiled=compiled, parameters=model.num_params(), step=step, processes=n_ranks())
         found = loop(run, log, warmup, encoding)
         if run.stop:
-            tell(f"{run.stop[0]}: stopped after step {run.step}, saved in {run.path}; go on with: python "
+            tell(f"{run.stop}: stopped after step {run.step}, saved in {run.path}; go on with: python "
                  f"train.py{out_dir_flag(args)} --resume")
         else:
             close(run, log, found, encoding)
@@ -1061,7 +1062,7 @@ def loop(run: Run, log: Log, warmup: int, encoding) -> dict:
                unit="FLOP" if args.flop_budget else "step", unit_scale=bool(args.flop_budget), disable=rank() > 0)
     if run.step == 0:
         run.save()          # so that a full disk is found now, and --resume knows this run's flags whenever it is killed
-    with bar, stop_signals(run.stop):
+    with bar, stop_signals(run.asked):
         while run.progress() < 1 and not run.stop:
             started, flops = time.perf_counter(), run.flops
             factor = learning_rate_factor(run.step, run.progress(), warmup, args.min_lr)

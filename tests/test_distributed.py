@@ -90,8 +90,7 @@ def stop_at(step: int, processes: int, flags, out):
     process = subprocess.Popen([*command(processes), *map(str, flags)], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True)
     try:
-        while process.poll() is None and not (out / "log.jsonl").exists() or (out / "log.jsonl").exists() \
-                and (logged(out, "step") or [0])[-1] < step and process.poll() is None:
+        while process.poll() is None and (not (out / "log.jsonl").exists() or (logged(out, "step") or [0])[-1] < step):
             time.sleep(0.05)
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -113,6 +112,24 @@ def test_a_signal_saves_and_ends_with_status_0_and_the_run_goes_on(name, alone, 
     assert read_checkpoint(out / "ckpt.pt")["step"] == logged(out, "step")[-1] < 50
     run(0, "--out_dir", out, "--resume")
     assert logged(out, "loss") == logged(alone, "loss")             # to the last bit
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_torchrun_forwards_a_signal_and_all_processes_stop_after_the_same_step(name, python_text, tmp_path):
+    out, starter = tmp_path / "out", command(2)
+    if name == "SIGUSR1":
+        if "--signals-to-handle" not in subprocess.run([*command(2)[:-1], "--help"], capture_output=True, text=True).stdout:
+            pytest.skip("this torchrun forwards SIGTERM and SIGINT only")
+        starter[-1:-1] = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+    flags = [*SHAPE, "--data", python_text, "--out_dir", out, "--skip_rate", 0, "--steps", 5000]
+    process = subprocess.Popen([*starter, *map(str, flags)], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True)
+    while not (out / "log.jsonl").exists() or len(logged(out, "loss")) < 5:
+        time.sleep(0.02)
+    process.send_signal(getattr(signal, name))
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and f"{name}: stopped after step" in printed
+    assert read_checkpoint(out / "ckpt.pt")["step"] == logged(out, "step")[-1] < 5000
 
 
 def test_a_killed_worker_is_restarted_and_the_run_goes_on_without_help(alone, python_text, tmp_path):
