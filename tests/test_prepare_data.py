@@ -125,6 +125,15 @@ def test_long_runs_are_cut_into_whole_characters_and_encode_quickly(unit):
     assert encoding.decode(encoding.encode(data)) == data
 
 
+@pytest.mark.parametrize("unit", ["a", "7", "^", " ", "你", "\n"])
+def test_long_words_are_cut_short_for_tiktoken_and_texts_are_left_alone(unit):
+    text = "Before. " + unit * 100_000 + " After."
+    parts = prepare_data.runs_cut(text)
+    assert "".join(parts) == text and max(map(len, parts)) <= 2 * prepare_data.RUN
+    text = "".join(f"some words, 你好。{n}^^" for n in range(20_000))
+    assert prepare_data.runs_cut(text) == [text] and prepare_data.runs_cut("") == [""]
+
+
 def test_bytes_that_are_no_characters_are_cut_into_pieces_too():
     parts = list(prepare_data.pieces(io.BytesIO(b"\x80" * 100), limit=10))
     assert b"".join(parts) == b"\x80" * 100 and max(map(len, parts)) <= 10
