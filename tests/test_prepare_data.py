@@ -583,15 +583,16 @@ def test_a_source_without_network_costs_one_line(tmp_path, monkeypatch, capsys, 
 
 def test_no_more_files_are_fetched_than_the_tokens_need(server, capsys, monkeypatch):
     folder, address, asked = server
-    for shard in range(4):
-        rows = [json.dumps({"text": f"{shard}.{copy} {line}"}) for copy in range(5) for line in LINES]
-        (folder / f"{shard}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    texts = {shard: [f"{shard}.{copy} {line}" for copy in range(5) for line in LINES] for shard in range(4)}
+    for shard, lines in texts.items():
+        (folder / f"{shard}.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines), encoding="utf-8")
+    wanted = sum(len(line.encode("utf-8")) + 1 for line in texts[0] + texts[1])     # what two files hold, and no token more
     urls = [f"{address}/{shard}.jsonl" for shard in range(4)]
     monkeypatch.setitem(prepare_data.SOURCES, "fineweb-edu", urls)
-    main(["--source", "fineweb-edu", "--max_tokens", "15000"])
+    main(["--source", "fineweb-edu", "--max_tokens", str(wanted)])
     assert asked == ["/0.jsonl", "/1.jsonl"]
     meta = prepare_data.read_meta("data/fineweb-edu")
-    assert sum(counts["tokens"] for counts in meta["splits"].values()) == 15000
+    assert sum(counts["tokens"] for counts in meta["splits"].values()) == wanted
     for split in ("train", "val"):
         ids, counts = read_split(Path("data/fineweb-edu"), split), meta["splits"][split]
         assert counts["tokens"] == len(ids) == counts["bytes"] + counts["documents"] and ids[0] == 256
