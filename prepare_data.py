@@ -39,6 +39,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import sys
@@ -74,6 +75,7 @@ STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages
 # tiktoken 0.14 takes 0.2 s for a million equal letters, but a million spaces overflow the stack of its regex engine
 # with the patterns of cl100k_base and o200k_base (700,000 still pass). Pieces of 128 KiB stay well below that.
 PIECE_BYTES = 2**17
+RUN = 2**13  # tiktoken 0.9 merges a word in time that grows with the square of its length: no word is longer than two of these
 
 # How GPT-2 cuts a text before it merges: also for ranks files, which do not say how their texts were cut.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -228,6 +230,19 @@ def pieces(file: BinaryIO, size: int = sys.maxsize, limit: int = PIECE_BYTES) ->
         held = held[end:]
 
 
+def runs_cut(text: str) -> list[str]:
+    """The text, cut every RUN characters within longer stretches of letters, digits, white space or other signs alone."""
+    parts = [""]
+    for start in range(0, len(text), RUN):
+        part = text[start:start + RUN]
+        alike = part.isalpha() or part.isnumeric() or part.isspace() or not re.search(r"[^\W_]|\s", part)
+        if alike and len(part) == RUN:
+            parts += [part, ""]
+        else:
+            parts[-1] += part
+    return [part for part in parts if part] or [""]
+
+
 class ByteEncoding:
     """Bytes as they are, 0 to 255, and end-of-text as 256. Needs no download and knows no invalid input."""
 
@@ -265,9 +280,13 @@ class TiktokenEncoding:
 
     def encode(self, data: bytes) -> np.ndarray:
         """(tokens,) uint16 or uint32. Raises UnicodeDecodeError where the data is not UTF-8."""
-        dtype = token_dtype(self.vocab_size)  # encode_to_numpy of tiktoken 0.9 takes spelled specials for specials
-        return np.concatenate([np.array(self.encoding.encode_ordinary(piece.decode("utf-8")), dtype)
-                               for piece in pieces(io.BytesIO(data))])
+        parts = []
+        for text in itertools.chain.from_iterable(runs_cut(piece.decode("utf-8")) for piece in pieces(io.BytesIO(data))):
+            if any(special in text for special in self.encoding.special_tokens_set):
+                parts.append(self.encoding.encode_ordinary(text))
+            else:  # faster, but tiktoken 0.9 would take the spelling of a special token for the token
+                parts.append(self.encoding.encode_to_numpy(text, disallowed_special=()))
+        return np.concatenate(parts).astype(token_dtype(self.vocab_size))
 
     def decode(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.spellings[i] for i in ids)
@@ -589,7 +608,7 @@ def download(url: str, path: Path):
                 if length and file.tell() != int(length):
                     raise OSError(f"{file.tell():,} of {int(length):,} bytes came")
         partial.replace(path)
-    except NoAnswer as error:
+    except (NoAnswer, TimeoutError) as error:  # for its first bytes, or its next
         raise UserError(f"{url}: no answer within {ANSWER_SECONDS} s") from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
         raise UserError(f"{url}: cannot be downloaded to {path} ({type(error).__name__}: {error})") from error

@@ -125,6 +125,15 @@ def test_long_runs_are_cut_into_whole_characters_and_encode_quickly(unit):
     assert encoding.decode(encoding.encode(data)) == data
 
 
+@pytest.mark.parametrize("unit", ["a", "7", "^", " ", "你", "\n"])
+def test_long_words_are_cut_short_for_tiktoken_and_texts_are_left_alone(unit):
+    text = "Before. " + unit * 100_000 + " After."
+    parts = prepare_data.runs_cut(text)
+    assert "".join(parts) == text and max(map(len, parts)) <= 2 * prepare_data.RUN
+    text = "".join(f"some words, 你好。{n}^^" for n in range(20_000))
+    assert prepare_data.runs_cut(text) == [text] and prepare_data.runs_cut("") == [""]
+
+
 def test_bytes_that_are_no_characters_are_cut_into_pieces_too():
     parts = list(prepare_data.pieces(io.BytesIO(b"\x80" * 100), limit=10))
     assert b"".join(parts) == b"\x80" * 100 and max(map(len, parts)) <= 10
@@ -574,15 +583,16 @@ def test_a_source_without_network_costs_one_line(tmp_path, monkeypatch, capsys, 
 
 def test_no_more_files_are_fetched_than_the_tokens_need(server, capsys, monkeypatch):
     folder, address, asked = server
-    for shard in range(4):
-        rows = [json.dumps({"text": f"{shard}.{copy} {line}"}) for copy in range(5) for line in LINES]
-        (folder / f"{shard}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    texts = {shard: [f"{shard}.{copy} {line}" for copy in range(5) for line in LINES] for shard in range(4)}
+    for shard, lines in texts.items():
+        (folder / f"{shard}.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines), encoding="utf-8")
+    wanted = sum(len(line.encode("utf-8")) + 1 for line in texts[0] + texts[1])     # what two files hold, and no token more
     urls = [f"{address}/{shard}.jsonl" for shard in range(4)]
     monkeypatch.setitem(prepare_data.SOURCES, "fineweb-edu", urls)
-    main(["--source", "fineweb-edu", "--max_tokens", "15000"])
+    main(["--source", "fineweb-edu", "--max_tokens", str(wanted)])
     assert asked == ["/0.jsonl", "/1.jsonl"]
     meta = prepare_data.read_meta("data/fineweb-edu")
-    assert sum(counts["tokens"] for counts in meta["splits"].values()) == 15000
+    assert sum(counts["tokens"] for counts in meta["splits"].values()) == wanted
     for split in ("train", "val"):
         ids, counts = read_split(Path("data/fineweb-edu"), split), meta["splits"][split]
         assert counts["tokens"] == len(ids) == counts["bytes"] + counts["documents"] and ids[0] == 256
