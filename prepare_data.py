@@ -562,6 +562,15 @@ def read_meta(folder: str | Path) -> dict:
     return meta
 
 
+def check_complete(shards: Shards, folder: Path, split: str, meta: dict):
+    """UserError if a folder has fewer or more tokens of a split than its meta.json says, where it says so."""
+    splits = meta.get("splits")
+    stated = splits[split].get("tokens") if isinstance(splits, dict) and isinstance(splits.get(split), dict) else None
+    if stated not in (None, len(shards)):
+        raise UserError(f"{folder}: {len(shards):,} tokens in its *{split}*.bin, but its meta.json says {stated}; a shard "
+                        "is missing or does not belong there. Prepare the data again, or give the shards by a glob")
+
+
 def check_meta(meta: Any, where: str):
     """UserError unless meta says what is needed to read the tokens."""
     found = meta if isinstance(meta, dict) else {}
@@ -721,6 +730,9 @@ def inputs(paths: Sequence[str | Path]) -> Iterator[Input]:
             yield Input(downloaded(str(path)), str(path), named=True)
         elif Path(path).is_dir():
             yield from files_under(Path(path), "*", lambda part: part.startswith("."))
+        elif Path(path).exists() and not Path(path).is_file():
+            raise UserError(f"{path}: a pipe or a device, expected a file, as texts are read twice; what a pipe brings is "
+                            "kept if it comes through standard input, PATH -")
         else:
             yield Input(Path(path), "standard input" if Path(path).name == SPOOL else str(path), named=True)
     if not paths:
@@ -759,7 +771,7 @@ def records(path: Path, name: str, key: str) -> Iterator[tuple[str, bytes]]:
         for where, text in (parquet_texts if path.suffix == ".parquet" else json_texts)(path, key):
             if not isinstance(text, str):
                 raise UserError(f"{name}, {where}: no text under {key!r}, expected one; name its key by --text_key")
-            yield f"{name}, {where}", text.encode("utf-8", "surrogatepass")  # JSON can spell half a character
+            yield f"{name}, {where}", bytes_of(text)
     except UserError:
         raise
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:  # pyarrow's own are ValueErrors, too
@@ -767,12 +779,20 @@ def records(path: Path, name: str, key: str) -> Iterator[tuple[str, bytes]]:
                         "check it, or fetch it again") from error
 
 
+def bytes_of(text: str) -> bytes:
+    """The bytes of a text from JSON, also where they are not UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape")  # the bytes that stood in the file
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")  # JSON can spell half a character
+
+
 def json_texts(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.decode("utf-8-sig", "surrogateescape"))
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"line {number:,}: {error}") from error
                 yield f"line {number:,}", row.get(key) if isinstance(row, dict) else None
@@ -925,6 +945,8 @@ def spooled(paths: Sequence[str | Path], folder: Path) -> list[str | Path]:
         return list(paths)
     if list(paths).count("-") > 1:
         raise UserError("PATH -: given twice, but standard input can be read once; give it once")
+    if sys.stdin is None:
+        raise UserError("PATH -: standard input is closed, expected a text; send it one: python prepare_data.py - < FILE")
     with (folder / SPOOL).open("xb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file, 2**20)
     return [folder / SPOOL if path == "-" else path for path in paths]

@@ -288,7 +288,12 @@ def open_data(args, meta: dict | None = None):
         check_alike(f"--data {args.data}", found, meta, "the checkpoint has")
         if args.resume and found.get("sha256") != meta.get("sha256"):
             print(f"note: the shards of --data {args.data} are not those that this run has been trained on")
-    return open_blocks(train_paths, args, found, f"--data {args.data}"), open_blocks(val_paths, args, found, val_flag), found
+    train, val = open_blocks(train_paths, args, found, f"--data {args.data}"), open_blocks(val_paths, args, found, val_flag)
+    for data, split, blocks, its_meta in ((args.data, "train", train, found),
+                                          (args.val_data or args.data, "val", val, val_meta)):
+        if Path(data).is_dir():         # a glob may choose among the shards
+            prepare_data.check_complete(blocks.shards, Path(data), split, its_meta)
+    return train, val, found
 
 
 def encoding_if_there(meta: dict):

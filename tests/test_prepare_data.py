@@ -663,6 +663,30 @@ def test_standard_input_is_a_document(tmp_path, book, workers):
     assert done.returncode == 2 and b"standard input: 0 bytes" in done.stderr and not (tmp_path / "no").exists()
 
 
+def test_a_record_that_is_not_utf8_is_refused_with_its_offset_or_replaced_and_kept_as_bytes(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good \x92 bad \xff"}\n')
+    main([str(tmp_path / "a.jsonl"), "--out_dir", str(tmp_path / "bytes")])
+    train, val = (read_split(tmp_path / "bytes", split) for split in ("train", "val"))
+    assert bytes(train[1:].tolist()) + bytes(val[1:].tolist()) == b"good \x92 bad \xff"
+    capsys.readouterr()
+    monkeypatch.setattr(prepare_data, "get_encoding", lambda name: tiny_encoding())
+    line = refused(capsys, tmp_path / "a.jsonl", "--out_dir", tmp_path / "out")
+    assert "line 1: byte 0x92 at offset 5" in line and "--errors replace" in line
+    main([str(tmp_path / "a.jsonl"), "--errors", "replace", "--out_dir", str(tmp_path / "out")])
+    assert "replaced 2 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
+def test_a_pipe_that_is_named_and_a_closed_standard_input_cost_one_line(tmp_path, capsys, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    line = refused(capsys, tmp_path / "pipe", "--out_dir", tmp_path / "out")
+    assert f"{tmp_path / 'pipe'}: a pipe or a device" in line and "PATH -" in line
+    assert "/dev/zero: a pipe or a device" in refused(capsys, "/dev/zero", "--out_dir", tmp_path / "out")
+    monkeypatch.setattr(sys, "stdin", None)  # as after <&-
+    assert "standard input is closed" in refused(capsys, "-", "--out_dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 # ---- texts as they come ---------------------------------------------------------------------------------------------
 
 def test_text_that_spells_end_of_text_makes_no_document(tmp_path, monkeypatch):
