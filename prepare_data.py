@@ -75,7 +75,9 @@ STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages
 # tiktoken 0.14 takes 0.2 s for a million equal letters, but a million spaces overflow the stack of its regex engine
 # with the patterns of cl100k_base and o200k_base (700,000 still pass). Pieces of 128 KiB stay well below that.
 PIECE_BYTES = 2**17
-RUN = 2**13  # tiktoken 0.9 merges a word in time that grows with the square of its length: no word is longer than two of these
+
+# tiktoken 0.9 merges a word in time that grows with the square of its length: no word is longer than two of these.
+RUN = 2**13
 
 # How GPT-2 cuts a text before it merges: also for ranks files, which do not say how their texts were cut.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -231,7 +233,7 @@ def pieces(file: BinaryIO, size: int = sys.maxsize, limit: int = PIECE_BYTES) ->
 
 
 def runs_cut(text: str) -> list[str]:
-    """The text, cut every RUN characters within longer stretches of letters, digits, white space or other signs alone."""
+    """The text, cut every RUN characters within longer stretches of letters, digits, spaces or other signs alone."""
     parts = [""]
     for start in range(0, len(text), RUN):
         part = text[start:start + RUN]
@@ -281,7 +283,8 @@ class TiktokenEncoding:
     def encode(self, data: bytes) -> np.ndarray:
         """(tokens,) uint16 or uint32. Raises UnicodeDecodeError where the data is not UTF-8."""
         parts = []
-        for text in itertools.chain.from_iterable(runs_cut(piece.decode("utf-8")) for piece in pieces(io.BytesIO(data))):
+        runs = (runs_cut(piece.decode("utf-8")) for piece in pieces(io.BytesIO(data)))
+        for text in itertools.chain.from_iterable(runs):
             if any(special in text for special in self.encoding.special_tokens_set):
                 parts.append(self.encoding.encode_ordinary(text))
             else:  # faster, but tiktoken 0.9 would take the spelling of a special token for the token
@@ -549,8 +552,8 @@ def read_meta(folder: str | Path) -> dict:
         meta = json.loads(path.read_bytes())
     except FileNotFoundError:
         if (path.parent / "meta.pkl").exists():
-            raise UserError(f"{path.with_name('meta.pkl')}: a vocabulary of nanoGPT's, which is not read, as pickles can "
-                            "run programs; prepare the text itself: python prepare_data.py input.txt") from None
+            raise UserError(f"{path.with_name('meta.pkl')}: a vocabulary of nanoGPT's, which is not read, as pickles "
+                            "can run programs; prepare the text itself: python prepare_data.py input.txt") from None
         return dict(GPT2_META)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}, expected a file; prepare the data again") from error
@@ -567,8 +570,8 @@ def check_complete(shards: Shards, folder: Path, split: str, meta: dict):
     splits = meta.get("splits")
     stated = splits[split].get("tokens") if isinstance(splits, dict) and isinstance(splits.get(split), dict) else None
     if stated not in (None, len(shards)):
-        raise UserError(f"{folder}: {len(shards):,} tokens in its *{split}*.bin, but its meta.json says {stated}; a shard "
-                        "is missing or does not belong there. Prepare the data again, or give the shards by a glob")
+        raise UserError(f"{folder}: {len(shards):,} tokens in its *{split}*.bin, but its meta.json says {stated}; a "
+                        "shard is missing or does not belong there; prepare the data again, or give a glob of shards")
 
 
 def check_meta(meta: Any, where: str):
@@ -731,8 +734,8 @@ def inputs(paths: Sequence[str | Path]) -> Iterator[Input]:
         elif Path(path).is_dir():
             yield from files_under(Path(path), "*", lambda part: part.startswith("."))
         elif Path(path).exists() and not Path(path).is_file():
-            raise UserError(f"{path}: a pipe or a device, expected a file, as texts are read twice; what a pipe brings is "
-                            "kept if it comes through standard input, PATH -")
+            raise UserError(f"{path}: a pipe or a device, expected a file, as texts are read twice; what a pipe brings "
+                            "is kept if it comes through standard input, PATH -")
         else:
             yield Input(Path(path), "standard input" if Path(path).name == SPOOL else str(path), named=True)
     if not paths:
@@ -946,7 +949,8 @@ def spooled(paths: Sequence[str | Path], folder: Path) -> list[str | Path]:
     if list(paths).count("-") > 1:
         raise UserError("PATH -: given twice, but standard input can be read once; give it once")
     if sys.stdin is None:
-        raise UserError("PATH -: standard input is closed, expected a text; send it one: python prepare_data.py - < FILE")
+        raise UserError("PATH -: standard input is closed, expected a text; send it one: python prepare_data.py - "
+                        "< FILE")
     with (folder / SPOOL).open("xb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file, 2**20)
     return [folder / SPOOL if path == "-" else path for path in paths]
@@ -1061,8 +1065,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     target = parser.add_argument_group("what to write")
     target.add_argument("--encoding", default="bytes", metavar="NAME",
                         help="bytes, or an encoding of tiktoken's, downloaded once: gpt2, cl100k_base, o200k_base, "
-                             "..., or a ranks file, FILE.tiktoken: on each line a token in base64 and its rank; texts are "
-                             "cut by GPT-2's pattern")
+                             "..., or a ranks file, FILE.tiktoken: on each line a token in base64 and its rank; texts "
+                             "are cut by GPT-2's pattern")
     target.add_argument("--out_dir", type=path_text, metavar="DIR", help="a new folder for the shards and meta.json "
                         "(default: data/ and the name of the source, or of the first PATH without its ending)")
     target.add_argument("--workers", type=worker_count, default=min(256, os.cpu_count() or 1), metavar="N",
