@@ -29,7 +29,7 @@ from prepare_data import (GPT2_META, NoRanks, Parser, UserError, check_meta, enc
                           path_type, positive_float, positive_int, read_meta, seed_number, skip_rates)
 
 DEFAULT_DATA = "data/stdlib"
-LARGEST_STEP = 86_400                   # seconds that one step may take
+LARGEST_STEP = 3600                     # seconds that one step may take; more is a slip of the finger
 DEFAULT_SKIP_RATE = "random:0.5"        # one checkpoint for every rate; see the README's table for what it costs
 MODEL_FLAGS = ("residual", "n_layer", "n_head", "n_embd", "block_size", "n_directions", "dropout")
 RUN_FLAGS = MODEL_FLAGS + ("seed", "batch_tokens", "micro_batch", "optimizer", "choose")     # a run keeps these from start to end
