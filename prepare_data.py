@@ -39,6 +39,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import sys
@@ -75,6 +76,9 @@ STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages
 # tiktoken 0.14 takes 0.2 s for a million equal letters, but a million spaces overflow the stack of its regex engine
 # with the patterns of cl100k_base and o200k_base (700,000 still pass). Pieces of 128 KiB stay well below that.
 PIECE_BYTES = 2**17
+
+# tiktoken 0.9 merges a word in time that grows with the square of its length: no word is longer than two of these.
+RUN = 2**13
 
 # How GPT-2 cuts a text before it merges: also for ranks files, which do not say how their texts were cut.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -237,6 +241,19 @@ def pieces(file: BinaryIO, size: int = sys.maxsize, limit: int = PIECE_BYTES) ->
         held = held[end:]
 
 
+def runs_cut(text: str) -> list[str]:
+    """The text, cut every RUN characters within longer stretches of letters, digits, spaces or other signs alone."""
+    parts = [""]
+    for start in range(0, len(text), RUN):
+        part = text[start:start + RUN]
+        alike = part.isalpha() or part.isnumeric() or part.isspace() or not re.search(r"[^\W_]|\s", part)
+        if alike and len(part) == RUN:
+            parts += [part, ""]
+        else:
+            parts[-1] += part
+    return [part for part in parts if part] or [""]
+
+
 class ByteEncoding:
     """Bytes as they are, 0 to 255, and end-of-text as 256. Needs no download and knows no invalid input."""
 
@@ -274,9 +291,14 @@ class TiktokenEncoding:
 
     def encode(self, data: bytes) -> np.ndarray:
         """(tokens,) uint16 or uint32. Raises UnicodeDecodeError where the data is not UTF-8."""
-        dtype = token_dtype(self.vocab_size)  # encode_to_numpy of tiktoken 0.9 takes spelled specials for specials
-        return np.concatenate([np.array(self.encoding.encode_ordinary(piece.decode("utf-8")), dtype)
-                               for piece in pieces(io.BytesIO(data))])
+        parts = []
+        runs = (runs_cut(piece.decode("utf-8")) for piece in pieces(io.BytesIO(data)))
+        for text in itertools.chain.from_iterable(runs):
+            if any(special in text for special in self.encoding.special_tokens_set):
+                parts.append(self.encoding.encode_ordinary(text))
+            else:  # faster, but tiktoken 0.9 would take the spelling of a special token for the token
+                parts.append(self.encoding.encode_to_numpy(text, disallowed_special=()))
+        return np.concatenate(parts).astype(token_dtype(self.vocab_size))
 
     def decode(self, ids: Iterable[int]) -> bytes:
         return b"".join(self.spellings[i] for i in ids)
@@ -539,8 +561,8 @@ def read_meta(folder: str | Path) -> dict:
         meta = json.loads(path.read_bytes())
     except FileNotFoundError:
         if (path.parent / "meta.pkl").exists():
-            raise UserError(f"{path.with_name('meta.pkl')}: a vocabulary of nanoGPT's, which is not read, as pickles can "
-                            "run programs; prepare the text itself: python prepare_data.py input.txt") from None
+            raise UserError(f"{path.with_name('meta.pkl')}: a vocabulary of nanoGPT's, which is not read, as pickles "
+                            "can run programs; prepare the text itself: python prepare_data.py input.txt") from None
         return dict(GPT2_META)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}, expected a file; prepare the data again") from error
@@ -550,6 +572,15 @@ def read_meta(folder: str | Path) -> dict:
     if "ranks_file" in meta:
         meta["ranks"] = read_text(path.parent / Path(str(meta["ranks_file"])).name)
     return meta
+
+
+def check_complete(shards: Shards, folder: Path, split: str, meta: dict):
+    """UserError if a folder has fewer or more tokens of a split than its meta.json says, where it says so."""
+    splits = meta.get("splits")
+    stated = splits[split].get("tokens") if isinstance(splits, dict) and isinstance(splits.get(split), dict) else None
+    if stated not in (None, len(shards)):
+        raise UserError(f"{folder}: {len(shards):,} tokens in its *{split}*.bin, but its meta.json says {stated}; a "
+                        "shard is missing or does not belong there; prepare the data again, or give a glob of shards")
 
 
 def check_meta(meta: Any, where: str):
@@ -598,7 +629,7 @@ def download(url: str, path: Path):
                 if length and file.tell() != int(length):
                     raise OSError(f"{file.tell():,} of {int(length):,} bytes came")
         partial.replace(path)
-    except NoAnswer as error:
+    except (NoAnswer, TimeoutError) as error:  # for its first bytes, or its next
         raise UserError(f"{url}: no answer within {ANSWER_SECONDS} s") from error
     except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
         raise UserError(f"{url}: cannot be downloaded to {path} ({type(error).__name__}: {error})") from error
@@ -711,6 +742,9 @@ def inputs(paths: Sequence[str | Path]) -> Iterator[Input]:
             yield Input(downloaded(str(path)), str(path), named=True)
         elif Path(path).is_dir():
             yield from files_under(Path(path), "*", lambda part: part.startswith("."))
+        elif Path(path).exists() and not Path(path).is_file():
+            raise UserError(f"{path}: a pipe or a device, expected a file, as texts are read twice; what a pipe brings "
+                            "is kept if it comes through standard input, PATH -")
         else:
             yield Input(Path(path), "standard input" if Path(path).name == SPOOL else str(path), named=True)
     if not paths:
@@ -749,7 +783,7 @@ def records(path: Path, name: str, key: str) -> Iterator[tuple[str, bytes]]:
         for where, text in (parquet_texts if path.suffix == ".parquet" else json_texts)(path, key):
             if not isinstance(text, str):
                 raise UserError(f"{name}, {where}: no text under {key!r}, expected one; name its key by --text_key")
-            yield f"{name}, {where}", text.encode("utf-8", "surrogatepass")  # JSON can spell half a character
+            yield f"{name}, {where}", bytes_of(text)
     except UserError:
         raise
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:  # pyarrow's own are ValueErrors, too
@@ -757,12 +791,20 @@ def records(path: Path, name: str, key: str) -> Iterator[tuple[str, bytes]]:
                         "check it, or fetch it again") from error
 
 
+def bytes_of(text: str) -> bytes:
+    """The bytes of a text from JSON, also where they are not UTF-8."""
+    try:
+        return text.encode("utf-8", "surrogateescape")  # the bytes that stood in the file
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")  # JSON can spell half a character
+
+
 def json_texts(path: Path, key: str) -> Iterator[tuple[str, Any]]:
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.decode("utf-8-sig", "surrogateescape"))
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"line {number:,}: {error}") from error
                 yield f"line {number:,}", row.get(key) if isinstance(row, dict) else None
@@ -915,6 +957,9 @@ def spooled(paths: Sequence[str | Path], folder: Path) -> list[str | Path]:
         return list(paths)
     if list(paths).count("-") > 1:
         raise UserError("PATH -: given twice, but standard input can be read once; give it once")
+    if sys.stdin is None:
+        raise UserError("PATH -: standard input is closed, expected a text; send it one: python prepare_data.py - "
+                        "< FILE")
     with (folder / SPOOL).open("xb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file, 2**20)
     return [folder / SPOOL if path == "-" else path for path in paths]
@@ -1029,8 +1074,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     target = parser.add_argument_group("what to write")
     target.add_argument("--encoding", default="bytes", metavar="NAME",
                         help="bytes, or an encoding of tiktoken's, downloaded once: gpt2, cl100k_base, o200k_base, "
-                             "..., or a ranks file, FILE.tiktoken: on each line a token in base64 and its rank; texts are "
-                             "cut by GPT-2's pattern")
+                             "..., or a ranks file, FILE.tiktoken: on each line a token in base64 and its rank; texts "
+                             "are cut by GPT-2's pattern")
     target.add_argument("--out_dir", type=path_text, metavar="DIR", help="a new folder for the shards and meta.json "
                         "(default: data/ and the name of the source, or of the first PATH without its ending)")
     target.add_argument("--workers", type=worker_count, default=min(256, os.cpu_count() or 1), metavar="N",

@@ -31,7 +31,7 @@ from prepare_data import (GPT2_META, NoRanks, Parser, UserError, check_meta, enc
                           path_type, positive_float, positive_int, read_meta, seed_number, skip_rates)
 
 DEFAULT_DATA = "data/stdlib"
-LARGEST_STEP = 86_400                   # seconds that one step may take
+LARGEST_STEP = 3600                     # seconds that one step may take; more is a slip of the finger
 DEFAULT_SKIP_RATE = "random:0.5"        # one checkpoint for every rate; see the README's table for what it costs
 MODEL_FLAGS = ("residual", "n_layer", "n_head", "n_embd", "block_size", "n_directions", "dropout")
 RUN_FLAGS = MODEL_FLAGS + ("seed", "batch_tokens", "micro_batch", "optimizer", "choose")     # a run keeps these from start to end
@@ -373,7 +373,12 @@ def open_data(args, meta: dict | None = None):
         check_alike(f"--data {args.data}", found, meta, "the checkpoint has")
         if args.resume and found.get("sha256") != meta.get("sha256"):
             tell(f"note: the shards of --data {args.data} are not those that this run has been trained on")
-    return open_blocks(train_paths, args, found, f"--data {args.data}"), open_blocks(val_paths, args, found, val_flag), found
+    train, val = open_blocks(train_paths, args, found, f"--data {args.data}"), open_blocks(val_paths, args, found, val_flag)
+    for data, split, blocks, its_meta in ((args.data, "train", train, found),
+                                          (args.val_data or args.data, "val", val, val_meta)):
+        if Path(data).is_dir():         # a glob may choose among the shards
+            prepare_data.check_complete(blocks.shards, Path(data), split, its_meta)
+    return train, val, found
 
 
 def encoding_if_there(meta: dict):

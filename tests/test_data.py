@@ -143,6 +143,18 @@ def test_shards_too_narrow_for_the_vocabulary_are_refused_with_both_sizes(tmp_pa
     assert "65,536" in error and "100,000" in error and "train.bin" in error
 
 
+def test_a_shard_that_is_missing_is_noticed_and_a_glob_may_leave_it_out(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(TEXT)
+    prepare_data.prepare([tmp_path / "text"], "bytes", tmp_path / "data", shard_tokens=2000)
+    stated = prepare_data.read_meta(tmp_path / "data")["splits"]["train"]["tokens"]
+    (tmp_path / "data" / "train_000001.bin").unlink()
+    flags = [*TINY, "--out_dir", tmp_path / "out", "--steps", 1, "--data"]
+    error = fails(train.main, [*flags, tmp_path / "data"], capsys)
+    assert str(stated) in error and f"{stated - 2000:,}" in error and "train" in error
+    assert not (tmp_path / "out" / "ckpt.pt").exists()
+    train.main([str(flag) for flag in [*flags, tmp_path / "data" / "*.bin"]])
+
+
 def test_validation_data_of_another_encoding_is_refused(finished, capsys):
     other = finished / "other"
     other.mkdir()

@@ -486,12 +486,27 @@ def plain_losses(residual):
 @pytest.mark.parametrize("how", ["eager", "compiled", "checkpointed"])
 def test_a_model_trains_with_kernels_as_without(residual, how):
     model = tiny_model(torch.float32, residual=residual, n_layer=2).to(DEVICE).use_kernels("triton")
-    loss_of = {"eager": model.loss, "compiled": torch.compile(model.loss, backend="aot_eager", fullgraph=True),
+    torch._dynamo.reset()
+    loss_of = {"eager": model.loss, "compiled": torch.compile(model.loss, backend="aot_eager", fullgraph=True, dynamic=False),
                "checkpointed": functools.partial(checkpoint, model.loss, use_reentrant=False)}[how]
     for (loss, grads), (expected, expected_grads) in zip(training_losses(model, loss_of), plain_losses(residual)):
         assert abs(loss - expected) < 1e-5
         for found, wanted in zip(grads, expected_grads):
             assert_close(found, wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max().item() + 1e-7)
+
+
+def test_counts_of_kept_rows_may_be_symbols_of_a_compiled_step():
+    """As --allocation global wants it, whose counts change with each evaluation."""
+    torch._dynamo.reset()
+    model, tokens = tiny_model(torch.float32, n_layer=2).to(DEVICE).use_kernels("triton"), tiny_tokens(4, 16).to(DEVICE)
+    compiled, found = torch.compile(model.loss, backend="aot_eager", fullgraph=True, dynamic=None), {}
+    for rate in (0.25, 0.3, 0.5):
+        depth = TopShare([rate, rate + 0.05, rate, rate + 0.1], tokens.numel())
+        for name, loss_of in (("compiled", compiled), ("eager", model.loss)):
+            model.zero_grad()
+            loss_of(tokens, tokens, depth).backward()
+            found[name] = model.embedding.weight.grad.clone()
+        assert_close(found["compiled"], found["eager"])
 
 
 @pytest.mark.parametrize("residual", ["nag", "prenorm"])

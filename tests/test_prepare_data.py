@@ -125,6 +125,15 @@ def test_long_runs_are_cut_into_whole_characters_and_encode_quickly(unit):
     assert encoding.decode(encoding.encode(data)) == data
 
 
+@pytest.mark.parametrize("unit", ["a", "7", "^", " ", "你", "\n"])
+def test_long_words_are_cut_short_for_tiktoken_and_texts_are_left_alone(unit):
+    text = "Before. " + unit * 100_000 + " After."
+    parts = prepare_data.runs_cut(text)
+    assert "".join(parts) == text and max(map(len, parts)) <= 2 * prepare_data.RUN
+    text = "".join(f"some words, 你好。{n}^^" for n in range(20_000))
+    assert prepare_data.runs_cut(text) == [text] and prepare_data.runs_cut("") == [""]
+
+
 def test_bytes_that_are_no_characters_are_cut_into_pieces_too():
     parts = list(prepare_data.pieces(io.BytesIO(b"\x80" * 100), limit=10))
     assert b"".join(parts) == b"\x80" * 100 and max(map(len, parts)) <= 10
@@ -574,15 +583,16 @@ def test_a_source_without_network_costs_one_line(tmp_path, monkeypatch, capsys, 
 
 def test_no_more_files_are_fetched_than_the_tokens_need(server, capsys, monkeypatch):
     folder, address, asked = server
-    for shard in range(4):
-        rows = [json.dumps({"text": f"{shard}.{copy} {line}"}) for copy in range(5) for line in LINES]
-        (folder / f"{shard}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    texts = {shard: [f"{shard}.{copy} {line}" for copy in range(5) for line in LINES] for shard in range(4)}
+    for shard, lines in texts.items():
+        (folder / f"{shard}.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines), encoding="utf-8")
+    wanted = sum(len(line.encode("utf-8")) + 1 for line in texts[0] + texts[1])     # what two files hold, and no token more
     urls = [f"{address}/{shard}.jsonl" for shard in range(4)]
     monkeypatch.setitem(prepare_data.SOURCES, "fineweb-edu", urls)
-    main(["--source", "fineweb-edu", "--max_tokens", "15000"])
+    main(["--source", "fineweb-edu", "--max_tokens", str(wanted)])
     assert asked == ["/0.jsonl", "/1.jsonl"]
     meta = prepare_data.read_meta("data/fineweb-edu")
-    assert sum(counts["tokens"] for counts in meta["splits"].values()) == 15000
+    assert sum(counts["tokens"] for counts in meta["splits"].values()) == wanted
     for split in ("train", "val"):
         ids, counts = read_split(Path("data/fineweb-edu"), split), meta["splits"][split]
         assert counts["tokens"] == len(ids) == counts["bytes"] + counts["documents"] and ids[0] == 256
@@ -651,6 +661,30 @@ def test_standard_input_is_a_document(tmp_path, book, workers):
     assert done.returncode == 2 and b"given twice" in done.stderr
     done = subprocess.run([sys.executable, SCRIPT, "-", "--out_dir", "no"], cwd=tmp_path, input=b"", capture_output=True)
     assert done.returncode == 2 and b"standard input: 0 bytes" in done.stderr and not (tmp_path / "no").exists()
+
+
+def test_a_record_that_is_not_utf8_is_refused_with_its_offset_or_replaced_and_kept_as_bytes(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good \x92 bad \xff"}\n')
+    main([str(tmp_path / "a.jsonl"), "--out_dir", str(tmp_path / "bytes")])
+    train, val = (read_split(tmp_path / "bytes", split) for split in ("train", "val"))
+    assert bytes(train[1:].tolist()) + bytes(val[1:].tolist()) == b"good \x92 bad \xff"
+    capsys.readouterr()
+    monkeypatch.setattr(prepare_data, "get_encoding", lambda name: tiny_encoding())
+    line = refused(capsys, tmp_path / "a.jsonl", "--out_dir", tmp_path / "out")
+    assert "line 1: byte 0x92 at offset 5" in line and "--errors replace" in line
+    main([str(tmp_path / "a.jsonl"), "--errors", "replace", "--out_dir", str(tmp_path / "out")])
+    assert "replaced 2 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
+def test_a_pipe_that_is_named_and_a_closed_standard_input_cost_one_line(tmp_path, capsys, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    line = refused(capsys, tmp_path / "pipe", "--out_dir", tmp_path / "out")
+    assert f"{tmp_path / 'pipe'}: a pipe or a device" in line and "PATH -" in line
+    assert "/dev/zero: a pipe or a device" in refused(capsys, "/dev/zero", "--out_dir", tmp_path / "out")
+    monkeypatch.setattr(sys, "stdin", None)  # as after <&-
+    assert "standard input is closed" in refused(capsys, "-", "--out_dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 # ---- texts as they come ---------------------------------------------------------------------------------------------
