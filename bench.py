@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prepare_data import Parser, UserError, exit_on_user_error, forgive_output, positive_int
+from prepare_data import Parser, UserError, exit_on_user_error, forgive_output, path_type, positive_int
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}   # A100, H100, MI300
 WIDTHS = (768, 1000, 2048, 4096)
@@ -32,7 +32,7 @@ def parse_args(argv=None) -> argparse.Namespace:
                         help=f"widths of the stream; None: {' '.join(map(str, WIDTHS))}, and 1024 on a GPU")
     parser.add_argument("--rows", type=positive_int, default=32768, help="tokens of the stream, on a GPU")
     parser.add_argument("--repeats", type=positive_int, default=30, help="runs of each function, on a GPU")
-    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write each row of the table as a line of JSON")
+    parser.add_argument("--json", type=path_type, default=None, metavar="FILE", help="write each row of the table as a line of JSON")
     return parser.parse_args(argv)
 
 
@@ -118,10 +118,6 @@ def subjects(n_rows: int, d: int, dtype: torch.dtype, device, kept_shares=(0.75,
         Subject("add_rmsnorm", lambda ops: ops.add_rmsnorm(r, f, gain), [r, f, gain], [G, G.clone()], (4, 4))]
 
 
-def kernel_operations() -> Operations:
-    return Operations(*(getattr(kernels, name) for name in Operations._fields))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels on a GPU: share of the copy bandwidth
 
@@ -149,7 +145,7 @@ def bandwidth_rows(args, device: torch.device) -> list[dict]:
     widths = args.widths or sorted({*WIDTHS, 1024})
     for d in tqdm(widths, desc="widths", disable=None):
         torch._dynamo.reset()       # which would give up after some shapes
-        by = {"kernel": kernel_operations(), "eager": PLAIN,
+        by = {"kernel": Operations.of(kernels), "eager": PLAIN,
               "compiled": Operations(*(torch.compile(function, dynamic=False) for function in PLAIN))}
         for subject in subjects(args.rows, d, torch.bfloat16, device):
             both = {name: passes(subject, operations) for name, operations in by.items()}
@@ -169,7 +165,7 @@ def latency_rows(args, device: torch.device) -> list[dict]:
     for n_rows in (1, 16):
         for subject in subjects(n_rows, 2048, torch.bfloat16, device, kept_shares=()):
             functions = {name: passes(subject, operations)[0] for name, operations in
-                         (("kernel", kernel_operations()), ("eager", PLAIN))}
+                         (("kernel", Operations.of(kernels)), ("eager", PLAIN))}
             seconds = interleaved(functions, device, args.repeats)
             found.append({"function": subject.name, "pass": "forward", "d": 2048, "rows": n_rows,
                           "kernel_to_eager": seconds["kernel"] / seconds["eager"], "kernel_us": 1e6 * seconds["kernel"]})
@@ -205,7 +201,7 @@ def launches(d: int) -> list[tuple[str, Any, dict]]:
     kernels.launch = note
     try:
         for subject in subjects(8, d, torch.bfloat16, "cpu", kept_shares=(0.5,)):
-            for function in passes(subject, kernel_operations()):
+            for function in passes(subject, Operations.of(kernels)):
                 function()
     finally:
         kernels.launch = launch

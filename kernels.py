@@ -75,11 +75,11 @@ def like(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(map(torch.empty_like, tensors))
 
 
-def check(name: str, tensor: Tensor, shape: tuple, dtypes: tuple, like: Tensor):
-    """ValueError, in one line, unless a tensor is contiguous and has the shape, one of the dtypes, and like's device."""
+def check(name: str, tensor: Tensor, shape: tuple, dtypes: tuple, beside: Tensor):
+    """ValueError, in one line, unless a tensor is contiguous and has the shape, one of the dtypes, and beside's device."""
     found = (f"shape {tuple(tensor.shape)}, expected {tuple(shape)}" if tensor.shape != shape else
              f"{tensor.dtype}, expected {' or '.join(map(str, dtypes))}" if tensor.dtype not in dtypes else
-             f"on {tensor.device}, expected {like.device}" if tensor.device != like.device else
+             f"on {tensor.device}, expected {beside.device}" if tensor.device != beside.device else
              f"strides {tensor.stride()}, expected a contiguous tensor" if not tensor.is_contiguous() else "")
     if found:
         raise ValueError(f"{name}: {found}")
@@ -106,6 +106,13 @@ def place(first, n_rows, d: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.
     column = tl.arange(0, BLOCK_D)
     exists = row < n_rows
     return row, exists, exists[:, None] & (column < d)[None, :], row[:, None] * d + column[None, :]
+
+
+@triton.jit
+def among_kept(inverse_ptr, row, exists, at, d: tl.constexpr):
+    """Which rows are kept (R,), and where their features lie in a tensor of the kept rows alone (R, BLOCK_D)."""
+    source = tl.load(inverse_ptr + row, mask=exists, other=-1).to(tl.int64)
+    return source >= 0, at + ((source - row) * d)[:, None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,8 +157,7 @@ def nag_update_forward_kernel(r_ptr, f_ptr, g_ptr, s_ptr, inverse_ptr, r_new_ptr
     row, exists, inside, at = place(tl.program_id(0) * BLOCK_ROWS, n_rows, d, BLOCK_ROWS, BLOCK_D)
     kept, at_f = exists, at
     if inverse_ptr is not None:
-        source = tl.load(inverse_ptr + row, mask=exists, other=-1).to(tl.int64)
-        kept, at_f = source >= 0, at + ((source - row) * d)[:, None]
+        kept, at_f = among_kept(inverse_ptr, row, exists, at, d)
     r = tl.load(r_ptr + at, mask=inside, other=0.0)
     f = tl.load(f_ptr + at_f, mask=inside & kept[:, None], other=0.0).to(tl.float32)
     g = tl.load(g_ptr + row, mask=kept, other=0.0)[:, None]
@@ -174,8 +180,7 @@ def nag_update_backward_kernel(G_ptr, D_ptr, r_ptr, f_ptr, g_ptr, inverse_ptr, d
     row, exists, inside, at = place(tl.program_id(0) * BLOCK_ROWS, n_rows, d, BLOCK_ROWS, BLOCK_D)
     kept, at_f = exists, at
     if inverse_ptr is not None:
-        source = tl.load(inverse_ptr + row, mask=exists, other=-1).to(tl.int64)
-        kept, at_f = source >= 0, at + ((source - row) * d)[:, None]
+        kept, at_f = among_kept(inverse_ptr, row, exists, at, d)
     moved = inside & kept[:, None]
     G_here = tl.load(G_ptr + at, mask=inside, other=0.0)
     G, D = G_here.to(tl.float32), tl.load(D_ptr + row, mask=kept, other=0.0)[:, None]
@@ -267,8 +272,7 @@ def gather_rows_backward_kernel(G_ptr, dk_ptr, inverse_ptr, dr_ptr, n_rows, d: t
                                 BLOCK_D: tl.constexpr):
     """dr = G + dk[inverse], or G where the row was not gathered: (N, d). Bytes a row: d·(G + dr), of a kept one d·dk more."""
     row, exists, inside, at = place(tl.program_id(0) * BLOCK_ROWS, n_rows, d, BLOCK_ROWS, BLOCK_D)
-    source = tl.load(inverse_ptr + row, mask=exists, other=-1).to(tl.int64)
-    kept, at_dk = source >= 0, at + ((source - row) * d)[:, None]
+    kept, at_dk = among_kept(inverse_ptr, row, exists, at, d)
     G = tl.load(G_ptr + at, mask=inside, other=0.0)
     dk = tl.load(dk_ptr + at_dk, mask=inside & kept[:, None], other=0.0)
     summed = (G.to(tl.float32) + dk.to(tl.float32)).to(G.dtype)

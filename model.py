@@ -226,6 +226,11 @@ class Operations(NamedTuple):
     gather_rows: Callable
     add_rmsnorm: Callable
 
+    @classmethod
+    def of(cls, module) -> "Operations":
+        """Those of a module that has them under these names."""
+        return cls(*(getattr(module, name) for name in cls._fields))
+
 
 PLAIN = Operations(nag_update, modulator, gather_rows, add_rmsnorm)
 
@@ -248,7 +253,7 @@ def operations(kernels: str, device: torch.device) -> Operations:
     if device.type != "cuda" and not triton_kernels.INTERPRETED:
         raise ModelError(f"--kernels triton: runs on NVIDIA and AMD GPUs, found the device {device.type}; take auto or torch (or "
                          f"set TRITON_INTERPRET=1 to run them on the CPU, slowly, as the tests do)")
-    return Operations(*(getattr(triton_kernels, name) for name in Operations._fields))
+    return Operations.of(triton_kernels)
 
 
 def angle_between(before, after) -> torch.Tensor:

@@ -180,6 +180,12 @@ def depth_entry(tokens: list[int], texts: list[str], seen: DepthMap) -> dict:
             "ran": [[int(x) for x in layers] for layers in seen.ran], "share_by_layer": seen.shares()}
 
 
+def write_depth(path: Path, tokens: list[list[int]], texts: list[list[str]], maps: list[DepthMap]):
+    """The maps of all samples as JSON."""
+    entries = [depth_entry(*sample) for sample in zip(tokens, texts, maps)]
+    path.write_text(json.dumps({"samples": entries}) + "\n", encoding="utf-8")
+
+
 def draw_depth(path: Path, maps: list[DepthMap], texts: list[list[str]]):
     """A heat map of each sample: layers upwards, tokens to the right."""
     from matplotlib.figure import Figure
@@ -265,9 +271,7 @@ def run(args):
         maps.append(DepthMap(len(model.layers)))
         tokens.append(write(model, encoding, prompt, args, cuts, args.seed + i, maps[-1]))
     texts = [spelled(sample, encoding) for sample in tokens]
-    entries = [depth_entry(*sample) for sample in zip(tokens, texts, maps)]
-    content = json.dumps({"samples": entries}) + "\n"
-    for path, write_to in ((args.depth_json, lambda path: path.write_text(content, encoding="utf-8")),
+    for path, write_to in ((args.depth_json, lambda path: write_depth(path, tokens, texts, maps)),
                            (args.depth_png, lambda path: draw_depth(path, maps, texts))):
         try:
             if path:
