@@ -826,11 +826,17 @@ def stop_signals(asked: list[str]):
 
     known = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
     handlers = {number: signal.signal(number, note) for number in known}
+    lost = False
     try:
         yield
+    except RuntimeError:
+        lost = True
+        raise
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        if lost and asked:      # torchrun tells of a lost process by a signal, which may come before the error that it causes
+            signal.raise_signal(getattr(signal, asked[-1]))
 
 
 class Objective(nn.Module):
@@ -1140,7 +1146,7 @@ def train_unless_left_alone(args):
     except RuntimeError as error:
         if not under_torchrun() or not LOST_PROCESS.search(str(error)):
             raise
-        time.sleep(15)
+        time.sleep(5)
         raise UserError("another process has ended without a word; look for it above, and go on with --resume") from error
 
 
