@@ -9,7 +9,7 @@
     torchrun --standalone --nproc_per_node 8 train.py        the same run, shared by the 8 GPUs of a node
 
 A run is a pure function of its flags: batch, skip rate and random numbers of a step depend on (--seed, step) alone. It
-leaves out_dir/ckpt.pt and out_dir/log.jsonl, one JSON object a line.
+leaves out_dir/ckpt.pt, best.pt (that of the lowest validation loss), and log.jsonl, one JSON object a line.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,8 @@ DEFAULT_SKIP_RATE = "random:0.5"        # one checkpoint for every rate; see the
 MODEL_FLAGS = ("residual", "n_layer", "n_head", "n_embd", "block_size", "n_directions", "dropout")
 RUN_FLAGS = MODEL_FLAGS + ("seed", "batch_tokens", "micro_batch", "optimizer", "choose")     # a run keeps these from start to end
 
+
+PROGRESS = {"step": int, "flops": float, "best_val_loss": float}        # how far a run has come, in its checkpoint
 
 thread_count = number_type(int, lambda value: 1 <= value <= 1024, "a whole number from 1 to 1024")
 
@@ -110,6 +113,8 @@ def flag_parser() -> Parser:
                       help="for --eval_only: one rate, said as layers a token, on average, of 2·n_layer")
     checks.add_argument("--sample_every", type=positive_int, default=None, help="steps between samples; None: at the end")
     checks.add_argument("--save_every", type=positive_int, default=None, help="steps between checkpoints; None: --eval_every")
+    checks.add_argument("--keep", type=positive_int, default=2,
+                        help="checkpoints to keep, the newest in ckpt.pt; best.pt, by validation loss, is kept besides")
     system = parser.add_argument_group("system")
     system.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     system.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
@@ -325,6 +330,10 @@ class Blocks:
         """The sequences first … first + count − 1 of the run: a pure function of the seed, each block once an epoch."""
         return self.read(shuffled(np.arange(first, first + count), self.n_blocks, seed), device)
 
+    def check_ids(self):
+        """UserError for an id beyond the vocabulary in 256 blocks from all over the text; the others as they are read."""
+        self.read(self.spread(256), "cpu")
+
     def spread(self, count: int):
         """`count` block numbers evenly over the text, or all of them: what each evaluation reads."""
         count = min(count, self.n_blocks)
@@ -352,7 +361,9 @@ def open_blocks(paths, args, meta: dict, flag: str) -> Blocks:
     if meta["vocab_size"] > room:
         raise UserError(f"{flag}: {shards.paths[0]} holds tokens of {shards.dtype.itemsize} bytes, up to {room:,} ids, but "
                         f"meta.json says {meta['vocab_size']:,} ids; put the meta.json that belongs to the shards beside them")
-    return Blocks(shards, args.block_size, meta["vocab_size"], flag)
+    blocks = Blocks(shards, args.block_size, meta["vocab_size"], flag)
+    blocks.check_ids()
+    return blocks
 
 
 def open_data(args, meta: dict | None = None):
@@ -639,10 +650,54 @@ def check_out_dir(args):
         probe.unlink()
     except OSError as error:
         raise UserError(f"--out_dir {args.out_dir}: cannot be written ({error.strerror}); choose another folder") from error
-    found = [name for name in ("ckpt.pt", "log.jsonl") if (args.out_dir / name).exists()]
+    found = [path.name for path in (*checkpoints(args.out_dir), args.out_dir / "log.jsonl") if os.path.lexists(path)]
     if found and not args.resume:
         raise UserError(f"--out_dir {args.out_dir}: holds a run already ({', '.join(found)}); go on with it by --resume, "
                         f"or choose another --out_dir")
+    for leftover in args.out_dir.glob(".*.tmp-*"):      # of a process that was killed while it wrote
+        leftover.unlink(missing_ok=True)
+
+
+def checkpoints(out_dir: Path) -> list[Path]:
+    """The checkpoints of a run that are there, the newest first."""
+    earlier = [path for path in out_dir.glob("ckpt-*.pt") if path.stem[5:].isdecimal() and path.is_file()]
+    earlier.sort(key=lambda path: (path.stat().st_mtime_ns, path.stem), reverse=True)
+    return [path for path in (out_dir / "ckpt.pt", *earlier) if os.path.lexists(path)]
+
+
+def newest_good(out_dir: Path) -> tuple[dict, Path]:
+    """The newest checkpoint of a run that is whole, and where it is; a note names each that is not. ModelError if none is."""
+    found = checkpoints(out_dir)
+    for path in found:
+        try:
+            return read_checkpoint(path), path
+        except ModelError as error:
+            if path == found[-1]:
+                raise
+            if rank() == 0:
+                print(f"note: {error}", file=sys.stderr)
+
+
+def put_back(path: Path, step: int):
+    """Make an earlier checkpoint the newest; what stood there keeps its content, with .damaged at the end of its name."""
+    newest = path.with_name("ckpt.pt")
+    if os.path.lexists(newest):
+        os.replace(newest, f"{newest}.damaged")
+    second_name(path, newest)
+    print(f"note: going on from {path}, which holds step {step}", file=sys.stderr)
+
+
+def second_name(path: Path, other: Path):
+    """Give a file another name, too, in place of what has it now; a copy where the file system has no hard links."""
+    temporary = other.with_name(f".{other.name}.tmp-{os.getpid()}")
+    try:
+        try:
+            os.link(path, temporary)
+        except OSError:
+            shutil.copyfile(path, temporary)
+        os.replace(temporary, other)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def take_flags(args, stored: dict, fixed: tuple, why: str):
@@ -684,19 +739,19 @@ def stored_flags(origin: dict, path: Path) -> dict:
 
 def check_progress(origin: dict, path: Path):
     """Refuse a checkpoint that does not say how far its run has come."""
-    for entry, kinds in (("step", (int,)), ("flops", (int, float))):
-        if type(origin[entry]) not in kinds or not 0 <= origin[entry] < math.inf:
+    for entry, kind in PROGRESS.items():
+        most = math.inf if entry == "best_val_loss" else sys.float_info.max         # before the first evaluation it is ∞
+        if type(origin[entry]) not in (int, kind) or not 0 <= origin[entry] <= most:
             raise UserError(f"{path}: its {entry!r} entry is {origin[entry]!r:.60}, expected a number of at least 0; start "
                             f"anew from its weights with --init_from {path} --out_dir another")
 
 
 def settle_flags(args) -> dict | None:
     """Complete the flags with those of the checkpoint that the run goes on from or starts from, which is returned."""
-    origin, path = None, args.out_dir / "ckpt.pt"
-    if args.eval_only or args.resume and os.path.lexists(path):
-        path = args.init_from or path
-        origin = read_checkpoint(path)
-        for entry in ("train",) if args.eval_only else ("train", "optimizer", "step", "flops"):
+    origin, path = None, args.init_from or args.out_dir / "ckpt.pt"
+    if args.eval_only or args.resume and checkpoints(args.out_dir):
+        origin, path = (read_checkpoint(path), path) if args.eval_only else newest_good(args.out_dir)
+        for entry in ("train",) if args.eval_only else ("train", "optimizer", *PROGRESS):
             if entry not in origin:
                 raise UserError(f"{path}: has no {entry!r} entry, so the run cannot go on; sample from it, or start anew "
                                 f"from its weights with --init_from {path} --out_dir another")
@@ -708,11 +763,11 @@ def settle_flags(args) -> dict | None:
             stored["flop_budget"] = None
         take_flags(args, stored, tuple(flag for flag in RUN_FLAGS if flag not in own), str(path))
     elif args.init_from:
-        origin = read_checkpoint(args.init_from)
+        origin = read_checkpoint(path)
         stored = {flag: value for flag, value in origin["config"].items() if flag in MODEL_FLAGS}
         take_flags(args, stored, MODEL_FLAGS, f"--init_from {args.init_from}")
     if origin:
-        check_meta(origin["meta"], str(path if args.init_from is None else args.init_from))
+        check_meta(origin["meta"], str(path))
     check_args(args)
     if args.depth_budget is not None:
         args.skip_rates = [rate_from_depth(args.depth_budget, 2 * args.n_layer)]
@@ -720,6 +775,8 @@ def settle_flags(args) -> dict | None:
         args.skip_rate = DEFAULT_SKIP_RATE if args.residual == "nag" else "0"
     if not args.eval_only and rank() == 0:
         check_out_dir(args)
+        if args.resume and origin and path.name != "ckpt.pt":
+            put_back(path, origin["step"])
     return origin
 
 
@@ -741,16 +798,17 @@ def shard(model: NAGTransformer, dtype: torch.dtype | None):
 
 
 def build(args, origin: dict | None, meta: dict, device, dtype):
-    """Model and optimizers of a run, new or as a checkpoint has them; and the steps and FLOPs done."""
+    """Model and optimizers of a run, new or as a checkpoint has them; and the values of PROGRESS."""
     torch.manual_seed(args.seed)
+    place = "cpu" if args.fsdp else device      # a model to be sharded goes to its devices in parts: none may hold all
     if origin:
-        model = model_from(origin, device, args.init_from or args.out_dir / "ckpt.pt", args.kernels)
+        model = model_from(origin, place, args.init_from or args.out_dir / "ckpt.pt", args.kernels)
     else:
         alpha = {"alpha_scale": 0.7, "alpha_power": 0.0} if args.optimizer == "adamw" else {}
         shape = {flag: getattr(args, flag) for flag in MODEL_FLAGS}
         config = Config(vocab_size=meta["vocab_size"], **shape, **alpha)
         check_memory(config, args, device)
-        model = NAGTransformer(config).to(device).use_kernels(args.kernels)
+        model = NAGTransformer(config).to(place).use_kernels(args.kernels)
     model.activation_checkpointing = args.activation_checkpointing
     if args.fsdp:
         shard(model, torch.bfloat16 if dtype == torch.bfloat16 else None)
@@ -759,9 +817,9 @@ def build(args, origin: dict | None, meta: dict, device, dtype):
     if not args.eval_only:
         check_memory(model.config, args, device)
     if not (args.resume and origin):
-        return model, optimizers, 0, 0
+        return model, optimizers, (0, 0, math.inf)
     load_optimizers(optimizers, origin, args.out_dir / "ckpt.pt")
-    return model, optimizers, origin["step"], origin["flops"]
+    return model, optimizers, tuple(origin[entry] for entry in PROGRESS)
 
 
 def load_optimizers(optimizers, origin: dict, path: Path):
@@ -800,7 +858,8 @@ def check_memory(config: Config, args, device):
     Counted are weights, gradients and a moment in float32, the stream before each layer, and the logits' gradient.
     """
     tokens = args.micro_batch * args.block_size
-    needed = 12 * config.least_params + tokens * (4 * config.n_layer * config.n_embd + 8 * config.vocab_size)
+    needed = tokens * (4 * config.n_layer * config.n_embd + 8 * config.vocab_size)
+    needed += 12 * config.least_params // (n_ranks() if args.fsdp else 1)
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     elif hasattr(os, "sysconf"):
@@ -854,11 +913,12 @@ class Objective(nn.Module):
 class Run:
     """A run in training: its model, its optimizers, how far it is, and where it is written."""
 
-    def __init__(self, args, model, optimizers, step: int, flops: float, blocks: Blocks, evaluator: Evaluator, meta: dict,
-                 compiled: bool):
-        self.args, self.model, self.optimizers, self.step, self.flops = args, model, optimizers, step, flops
+    def __init__(self, args, model, optimizers, progress: tuple[int, float, float], blocks: Blocks, evaluator: Evaluator,
+                 meta: dict, compiled: bool):
+        self.args, self.model, self.optimizers = args, model, optimizers
+        self.step, self.flops, self.best_val_loss = progress
         self.blocks, self.evaluator, self.meta = blocks, evaluator, meta
-        self.path, self.saved = args.out_dir / "ckpt.pt", step
+        self.path, self.saved = args.out_dir / "ckpt.pt", self.step
         self.settings = {flag: value for flag, value in vars(args).items()
                          if flag not in ("given", "resume", "init_from", "out_dir", "eval_only", "depth_budget", "fsdp")}
         self.micro_tokens = args.micro_batch * args.block_size
@@ -990,16 +1050,36 @@ class Run:
         """Whether this step ends a stretch of so many, or the run. None: the end alone."""
         return self.progress() >= 1 or every is not None and self.step % every == 0
 
-    def save(self):
+    def save(self, written: Path | None = None):
+        """Make the run as it stands, or the file that holds it already, the newest checkpoint; --keep of them stay."""
+        if rank() == 0 and self.args.keep > 1 and self.path.exists():
+            with self.answered(self.path):
+                second_name(self.path, self.path.with_name(f"ckpt-{self.saved:07d}.pt"))
+        if written is None:
+            self.write(self.path)
+        elif rank() == 0:
+            with self.answered(self.path):
+                second_name(written, self.path)
         self.saved = self.step
+        if rank() == 0:
+            for old in checkpoints(self.args.out_dir)[self.args.keep:]:
+                old.unlink(missing_ok=True)
+
+    def write(self, path: Path):
+        """Write all that the run needs to go on, gathered from all processes, into a file."""
         weights, states = gathered(self.model.state_dict()), gathered([each.state_dict() for each in self.optimizers])
-        if rank() > 0:
-            return
+        if rank() == 0:
+            with self.answered(path):
+                save_checkpoint(path, self.model, self.meta, weights, **{entry: getattr(self, entry) for entry in PROGRESS},
+                                train=self.settings, versions=versions(), optimizer=states)
+
+    @contextlib.contextmanager
+    def answered(self, path: Path):
+        """What cannot be written within is answered in one line."""
         try:
-            save_checkpoint(self.path, self.model, self.meta, weights, step=self.step, flops=self.flops,
-                            train=self.settings, versions=versions(), optimizer=states)
+            yield
         except OSError as error:
-            raise UserError(f"{self.path}: cannot be written ({error.strerror}) at step {self.step}; what it held before still "
+            raise UserError(f"{path}: cannot be written ({error.strerror}) at step {self.step}; what it held before still "
                             f"stands; make room and go on with --resume") from error
 
 
@@ -1011,9 +1091,10 @@ def memory_answered(args):
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "Allocator" not in str(error):
             raise
-        raise UserError(f"--micro_batch {args.micro_batch} --n_embd {args.n_embd} --n_layer {args.n_layer} --block_size "
-                        f"{args.block_size}: there is not enough memory; lower --micro_batch, or take a smaller "
-                        f"model") from error
+        spared = "" if args.activation_checkpointing else " add --activation_checkpointing,"
+        raise UserError(f"--micro_batch {args.micro_batch} --block_size {args.block_size} --n_embd {args.n_embd} --n_layer "
+                        f"{args.n_layer}: there is not enough memory; lower --micro_batch,{spared} lower --block_size, or "
+                        f"take a smaller model") from error
 
 
 def train(args):
@@ -1027,19 +1108,19 @@ def train(args):
         def autocast():
             return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
-        model, optimizers, step, flops = build(args, origin, meta, device, dtype)
+        model, optimizers, progress = build(args, origin, meta, device, dtype)
         evaluator = Evaluator(model, args, train_blocks, val_blocks, encoding and encoding.token_bytes(), autocast)
         if args.eval_only:
             tell(evaluator.dial(Log((args.init_from or args.out_dir / "ckpt.pt").parent / "log.jsonl")))
             return
-        run = Run(args, model, optimizers, step, flops, train_blocks, evaluator, meta, compiled)
+        run = Run(args, model, optimizers, progress, train_blocks, evaluator, meta, compiled)
         if run.progress() >= 1:
-            tell(f"{run.path}: all of the run's {step} steps are done; give a larger --steps or --flop_budget to go on")
+            tell(f"{run.path}: all of the run's {run.step} steps are done; give a larger --steps or --flop_budget to go on")
             return
         warmup = announce(run, device, dtype)
-        log = Log(args.out_dir / "log.jsonl", step)
+        log = Log(args.out_dir / "log.jsonl", run.step)
         log.write(command=sys.argv, versions=versions(), config=vars(model.config), train=run.settings, device=str(device),
-                  dtype=str(dtype)[6:], compiled=compiled, parameters=model.num_params(), step=step, processes=n_ranks())
+                  dtype=str(dtype)[6:], compiled=compiled, parameters=model.num_params(), step=run.step, processes=n_ranks())
         found = loop(run, log, warmup, encoding)
         if run.stop:
             tell(f"{run.stop}: stopped after step {run.step}, saved in {run.path}; go on with: python "
@@ -1085,8 +1166,12 @@ def loop(run: Run, log: Log, warmup: int, encoding) -> dict:
             if evaluated:
                 found = run.evaluate()
             log.write(**entry, **(found if evaluated else {}))
+            best = run.path.with_name("best.pt") if evaluated and found["val_loss"] < run.best_val_loss else None
+            if best:
+                run.best_val_loss = found["val_loss"]
+                run.write(best)
             if run.is_due(args.save_every or args.eval_every):
-                run.save()
+                run.save(best)
             bar.set_postfix_str(f"loss {entry['loss']:.3f}, {entry['tokens_per_s']:,} tokens/s")
             bar.update(flops if args.flop_budget else 1)
             if evaluated and rank() == 0:
@@ -1115,6 +1200,8 @@ def close(run: Run, log: Log, found: dict, encoding):
     """The end of a run: its figures, a sample, the dial, and the commands that come next."""
     args, here = run.args, out_dir_flag(run.args)
     marks = ", each character with the layers it ran" if args.residual == "nag" else ""
+    if run.best_val_loss < found["val_loss"]:
+        tell(f"\n{run.path.with_name('best.pt')} holds the lowest validation loss on the way, {run.best_val_loss:.4f}")
     tell(f"\n{run.model.num_params():,} parameters, {evaluation_text(found)}; checkpoint in {run.path}."
          + (f" A sample{marks}:\n" if encoding else ""))
     there = ["--checkpoint", str(run.path)] if here else []
