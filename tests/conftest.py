@@ -1,7 +1,10 @@
 """What the tests share: the project on the import path, a tiny model, and a small data set of real text."""
 
+import contextlib
+import multiprocessing
 import os
 import sys
+import threading
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")       # as train.py does, and as early: before torch is imported
@@ -61,3 +64,25 @@ def fails(main, argv, capsys) -> str:
     assert stop.value.code == 2, error
     assert error.count("\n") == 1 and error.endswith("\n"), error
     return error
+
+
+def train_process(argv, printed: Path, **environment: str):
+    """Start train.py in a process of its own, which may be killed: forked from one that has imported it, to save seconds.
+
+    printed: file that gets what it prints.  Returns a multiprocessing.Process, started.
+    """
+    os.environ["PYTHONPATH"] = str(ROOT)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train"])
+    process = context.Process(target=_train, args=([str(flag) for flag in argv], printed, environment), daemon=True)
+    process.start()
+    return process
+
+
+def _train(argv, printed, environment):
+    import tqdm
+    import train
+    os.environ.update(environment)
+    tqdm.tqdm.set_lock(threading.RLock())       # its own kind outlives a process that is killed
+    with printed.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        train.main(argv)

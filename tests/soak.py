@@ -7,37 +7,23 @@
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import random
-import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-os.environ["PYTHONPATH"] = str(ROOT)            # for the process that the runs are forked from
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
 from tqdm import tqdm
 
+from conftest import train_process      # which puts the project on the import path
 import prepare_data
 import train
 from model import read_checkpoint
 
 SHAPE = ["--n_layer", "2", "--n_head", "2", "--n_embd", "96", "--block_size", "32", "--batch_tokens", "256", "--micro_batch",
          "4", "--dropout", "0.1", "--eval_blocks", "4", "--eval_every", "24", "--save_every", "2", "--device", "cpu", "--threads", "1"]
-
-
-def run(argv: list[str], printed: Path):
-    """train.py as a process; what it prints goes to a file."""
-    tqdm.set_lock(threading.RLock())            # its own kind outlives a process that is killed
-    with printed.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        train.main(argv)
 
 
 def being_written(out_dir: Path) -> set[str]:
@@ -70,14 +56,11 @@ def soak(folder: Path, kills: int, seed: int) -> dict:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     with contextlib.redirect_stdout(None):
         prepare_data.main([str(stdlib / "json"), str(stdlib / "email"), "--out_dir", str(folder / "data")])
-    context, dice = multiprocessing.get_context("forkserver"), random.Random(seed)
-    context.set_forkserver_preload(["train"])
+    dice = random.Random(seed)
     flags = [*SHAPE, "--data", str(folder / "data"), "--steps", str(20 + 6 * kills), "--resume"]
 
     def start(name: str):
-        process = context.Process(target=run, args=([*flags, "--out_dir", str(folder / name)], folder / f"{name}.txt"))
-        process.start()
-        return process
+        return train_process([*flags, "--out_dir", folder / name], folder / f"{name}.txt")
 
     whole, out_dir, within, done = start("whole"), folder / "killed", 0, 0
     whole.join()
