@@ -89,7 +89,8 @@ def flag_parser() -> Parser:
     length.add_argument("--flop_budget", type=positive_float, default=None, metavar="FLOPS",
                         help="train until so many FLOPs are executed, forward and backward, in place of --steps")
     training.add_argument("--batch_tokens", type=positive_int, default=4096, help="tokens of one step")
-    training.add_argument("--micro_batch", type=positive_int, default=16, help="sequences in memory at a time")
+    training.add_argument("--micro_batch", type=positive_int, default=None,
+                          help="sequences in memory at a time; None: what divides a process's share of the batch, at most 16")
     training.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="for the branches' matrices")
     training.add_argument("--learning_rate", type=non_negative_float, default=4e-3, help="peak, for embeddings and norms")
     training.add_argument("--matrix_learning_rate", type=non_negative_float, default=None,
@@ -144,7 +145,7 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 
 def check_args(args):
-    """Refuse flags that contradict one another."""
+    """Refuse flags that contradict one another, and settle the micro-batch."""
     if args.n_embd % (2 * args.n_head):
         raise UserError(f"--n_embd {args.n_embd} --n_head {args.n_head}: the width must be a multiple of twice the heads; "
                         f"try --n_embd {-(-args.n_embd // (2 * args.n_head)) * 2 * args.n_head}")
@@ -172,13 +173,16 @@ def check_args(args):
         raise UserError("--fsdp: shares a model among processes, expected torchrun; start with: torchrun --standalone "
                         "--nproc_per_node N train.py …")
     n_processes = int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
-    share = args.micro_batch * args.block_size * n_processes
-    if args.batch_tokens % share and not args.eval_only:
+    times = f" × {n_processes} processes" if n_processes > 1 else ""
+    sequences, rest = divmod(args.batch_tokens, args.block_size * n_processes)
+    if args.micro_batch is None and not rest:
+        args.micro_batch = max(size for size in range(1, 17) if sequences % size == 0)
+    share = (args.micro_batch or 1) * args.block_size * n_processes
+    if args.batch_tokens % share and not (args.eval_only and args.micro_batch):
         below, above = args.batch_tokens // share * share, -(-args.batch_tokens // share) * share
-        nearest = f"{below} or {above}" if below else f"{above}, or a smaller --micro_batch"
-        times = f" × {n_processes} processes" if n_processes > 1 else ""
-        raise UserError(f"--batch_tokens {args.batch_tokens}: expected a multiple of --micro_batch × --block_size{times} = "
-                        f"{share}; try {nearest}")
+        nearest = f"{below} or {above}" if below else f"{above}, or a smaller --micro_batch" if args.micro_batch else f"{above}"
+        raise UserError(f"--batch_tokens {args.batch_tokens}: expected a multiple of {'--micro_batch × ' * bool(args.micro_batch)}"
+                        f"--block_size{times} = {share}; try {nearest}")
 
 
 def under_torchrun() -> bool:

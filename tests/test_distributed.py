@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 
-from conftest import ROOT, fails, train_process
+from conftest import ROOT, fails, tiny_model, tiny_tokens, train_process
 from model import read_checkpoint
 import train
 
@@ -94,13 +94,14 @@ def test_several_processes_have_the_losses_of_one(processes, flags, alone, pytho
     assert (found["model"]["embedding.weight"] - expected["model"]["embedding.weight"]).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("flags", [[], ["--fsdp"]])
+@pytest.mark.parametrize("flags", [[], ["--fsdp"], ["--dropout", "0.5"]])
 def test_the_rows_of_the_first_step_and_the_tables_are_those_of_one_process(flags, python_text, tmp_path):
+    """And so are the batches and the dropout masks: other ones would give other losses."""
     outs = [tmp_path / "1", tmp_path / "2"]
     for processes, out in enumerate(outs, 1):
-        run(processes, *SHAPE, "--data", python_text, "--out_dir", out, "--skip_rate", 0.25, "--steps", 1,
-            *(flags if processes > 1 else []), folder=out)
-    assert close_to(logged(outs[1], "loss"), logged(outs[0], "loss"))           # other rows would show
+        its_flags = flags if processes > 1 else [flag for flag in flags if flag != "--fsdp"]
+        run(processes, *SHAPE, "--data", python_text, "--out_dir", out, "--skip_rate", 0.25, "--steps", 2, *its_flags, folder=out)
+    assert close_to(logged(outs[1], "loss"), logged(outs[0], "loss"))
     tables = [read_checkpoint(out / "ckpt.pt")["model"]["quantiles"] for out in outs]
     assert (tables[0] - tables[1]).abs().max() < 1e-4
 
@@ -175,6 +176,17 @@ def test_a_mistake_is_told_once_and_ends_all(python_text, tmp_path):
     assert printed.count("train.py: error: ") == 1 and "2 processes = 512; try 512" in printed
 
 
+def test_bare_flags_share_the_default_batch_and_the_first_process_prepares_the_default_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    done = subprocess.run([*torchrun(2)[:-1], str(ROOT / "train.py"), "--steps", "1", "--n_layer", "1", "--n_embd", "32",
+                           "--eval_blocks", "2", "--skip_rates", "0"], cwd=tmp_path,
+                          env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("preparing it from this Python's standard library") == 1 and "2 × cpu" in done.stdout
+    assert read_checkpoint(tmp_path / "out" / "ckpt.pt")["train"]["micro_batch"] == 8
+    assert not any(word in done.stderr for word in ("destroy_process_group", "Traceback", "WARNING: process group"))
+
+
 def test_what_only_one_process_meets_is_told_and_ends_all(python_text, tmp_path):
     """A shard that is cut short for the second process only."""
     code = ("import os, sys, train, prepare_data\n"
@@ -212,6 +224,25 @@ def test_activation_checkpointing_changes_no_bit(residual, flags, python_text, t
                     *rate, *flags, *more])
     assert logged(tmp_path / "kept", "loss") == logged(tmp_path / "again", "loss")
     assert logged(tmp_path / "kept", "grad_norm") == logged(tmp_path / "again", "grad_norm")
+
+
+@pytest.mark.parametrize("residual", ["nag", "prenorm"])
+def test_activation_checkpointing_holds_less_than_a_quarter_between_the_passes(residual):
+    held = []
+    for checkpointing in (False, True):
+        model = tiny_model(n_layer=8, n_embd=64, block_size=64, residual=residual)
+        model.activation_checkpointing = checkpointing
+        sizes = {}
+
+        def note(tensor):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model.loss(tiny_tokens(4, 64), tiny_tokens(4, 64, seed=1))
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        held.append(sum(size for place, size in sizes.items() if place not in own))
+        assert loss.isfinite()
+    assert held[1] < held[0] / 4
 
 
 @pytest.mark.parametrize("flags, named", [(["--fsdp"], "torchrun"), (["--fsdp", "--optimizer", "muon"], "Muon")])
