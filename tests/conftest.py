@@ -66,23 +66,26 @@ def fails(main, argv, capsys) -> str:
     return error
 
 
-def train_process(argv, printed: Path, **environment: str):
+def train_process(argv, printed: Path, before=None, **environment: str):
     """Start train.py in a process of its own, which may be killed: forked from one that has imported it, to save seconds.
 
-    printed: file that gets what it prints.  Returns a multiprocessing.Process, started.
+    printed: file that gets what it prints.  before: function of a module, which it calls first.  Returns a
+    multiprocessing.Process, started.
     """
     os.environ["PYTHONPATH"] = str(ROOT)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train"])
-    process = context.Process(target=_train, args=([str(flag) for flag in argv], printed, environment), daemon=True)
+    process = context.Process(target=_train, args=([str(flag) for flag in argv], printed, before, environment), daemon=True)
     process.start()
     return process
 
 
-def _train(argv, printed, environment):
+def _train(argv, printed, before, environment):
     import tqdm
     import train
     os.environ.update(environment)
     tqdm.tqdm.set_lock(threading.RLock())       # its own kind outlives a process that is killed
     with printed.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        if before:
+            before()
         train.main(argv)

@@ -39,21 +39,21 @@ def refused(processes: int, *flags) -> str:
     return done.stdout + done.stderr
 
 
-def started(processes: int, *flags, folder) -> list:
+def started(processes: int, *flags, folder, before=None) -> list:
     """Processes of train.py with the environment that torchrun gives them (one: without any); what they print is in printed()."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     folder.mkdir(exist_ok=True)
     common = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [train_process(["--threads", 1, *flags], folder / f"printed-{rank}.txt",
+    return [train_process(["--threads", 1, *flags], folder / f"printed-{rank}.txt", before,
                           **({} if processes == 1 else {"RANK": str(rank), "LOCAL_RANK": str(rank), **common}))
             for rank in range(processes)]
 
 
-def run(processes: int, *flags, folder) -> str:
+def run(processes: int, *flags, folder, before=None) -> str:
     """What a run prints, which must end well within two minutes."""
-    ranks = started(processes, *flags, folder=folder)
+    ranks = started(processes, *flags, folder=folder, before=before)
     for rank in ranks:
         rank.join(120)
     printed = "".join(path.read_text() for path in sorted(folder.glob("printed-*.txt")))
@@ -119,6 +119,30 @@ def test_a_run_goes_on_with_another_number_of_processes_and_other_engines(alone,
             rank.join(60)
             assert rank.exitcode == 0
     assert close_to(logged(out, "loss"), logged(alone, "loss"))
+
+
+def print_each_synchronisation():
+    """Let DDP print a line whenever it has averaged all gradients."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    class Printing(train.DistributedDataParallel):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.register_comm_hook(None, self.noted)
+
+        @staticmethod
+        def noted(state, bucket):
+            if bucket.is_last():
+                print("gradients averaged")
+            return allreduce_hook(None, bucket)
+    train.DistributedDataParallel = Printing
+
+
+def test_gradients_are_averaged_once_a_step(python_text, tmp_path):
+    printed = run(2, *SHAPE, "--data", python_text, "--out_dir", tmp_path / "out", "--skip_rate", 0, "--steps", 3, "--batch_tokens",
+                  2048, folder=tmp_path, before=print_each_synchronisation)
+    timing, steps = 2, 3            # each process has 4 micro-batches a step
+    assert printed.count("gradients averaged") == 2 * (timing + steps)
 
 
 def wait_for_steps(out, count: int, alive):
