@@ -806,16 +806,17 @@ def build(args, origin: dict | None, meta: dict, device, dtype):
     torch.manual_seed(args.seed)
     place = "cpu" if args.fsdp else device      # a model to be sharded goes to its devices in parts: none may hold all
     if origin:
-        model = model_from(origin, place, args.init_from or args.out_dir / "ckpt.pt", args.kernels)
+        model = model_from(origin, place, args.init_from or args.out_dir / "ckpt.pt")
     else:
         alpha = {"alpha_scale": 0.7, "alpha_power": 0.0} if args.optimizer == "adamw" else {}
         shape = {flag: getattr(args, flag) for flag in MODEL_FLAGS}
         config = Config(vocab_size=meta["vocab_size"], **shape, **alpha)
         check_memory(config, args, device)
-        model = NAGTransformer(config).to(place).use_kernels(args.kernels)
+        model = NAGTransformer(config).to(place)
     model.activation_checkpointing = args.activation_checkpointing
     if args.fsdp:
         shard(model, torch.bfloat16 if dtype == torch.bfloat16 else None)
+    model.use_kernels(args.kernels)
     optimizers = model.configure_optimizers(args.optimizer, args.learning_rate, args.matrix_learning_rate,
                                             args.gate_learning_rate, args.weight_decay)
     if not args.eval_only:
