@@ -1,0 +1,173 @@
+"""What the experiments share: series of runs of train.py that may be killed and started again, their logs and tables.
+
+A run is in the making in runs/EXPERIMENT/NAME; when it is finished a short form of its log goes to
+experiments/logs/EXPERIMENT/NAME.jsonl, from which all tables and plots are drawn.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+
+import prepare_data  # noqa: E402  (after the path is set)
+
+# The flags of every run at each size. At laptop size a run takes some minutes on one core.
+SCALES = {
+    "smoke": "--n_layer 2 --n_head 2 --n_embd 16 --block_size 32 --micro_batch 4 --batch_tokens 256 --eval_blocks 8 --steps 3",
+    "laptop": "--n_layer 8 --n_head 3 --n_embd 96 --block_size 128 --micro_batch 16 --batch_tokens 2048 --eval_blocks 256 --steps 700",
+    "124m": "--n_layer 12 --n_head 12 --n_embd 768 --block_size 1024 --n_directions 32 --micro_batch 16 --batch_tokens 524288 "
+            "--eval_blocks 2048 --steps 9500 --warmup_steps 250",
+    "350m": "--n_layer 24 --n_head 16 --n_embd 1024 --block_size 1024 --n_directions 32 --micro_batch 8 --batch_tokens 524288 "
+            "--eval_blocks 2048 --steps 13500 --warmup_steps 350",
+}
+ON_GPUS = "torchrun --standalone --nproc_per_node 8"
+
+
+class Job(NamedTuple):
+    """A run."""
+
+    name: str
+    flags: str = ""                         # of train.py; they win over those of the scale
+    text: str = "stdlib"                    # a --source of prepare_data.py
+    changes: str = ""                       # of variant.py
+    evaluations: tuple[str, ...] = ()       # flags of --eval_only, one evaluation each, when the run is done
+
+    def commands(self, scale: str, data: str, out_dir: str) -> list[list[str]]:
+        """What to run, one after the other, as arguments of python."""
+        flags = {}
+        for word in f"{SCALES[scale]} {self.flags}".split():
+            if word.startswith("--"):
+                flags[name := word] = []
+            else:
+                flags[name].append(word)
+        if "--flop_budget" in flags:
+            del flags["--steps"]
+        words = [word for name, values in flags.items() for word in (name, *values)]
+        program = ["experiments/variant.py", *self.changes.split(), "--"] if self.changes else ["train.py"]
+        place = ["--data", f"{data}/{self.text}", "--out_dir", out_dir]
+        return [[*program, *place, *words],
+                *([*program, *place, "--eval_only", *more.split()] for more in self.evaluations)]
+
+
+def parse_args(description: str, argv=None) -> argparse.Namespace:
+    parser = prepare_data.Parser(description=description)
+    parser.add_argument("--scale", choices=("laptop", "smoke"), default="laptop", help="smoke: seconds, to see that all works")
+    parser.add_argument("--at_once", type=prepare_data.positive_int, default=2, help="runs side by side, a thread each")
+    parser.add_argument("--seconds", type=prepare_data.positive_int, default=None, help="begin no run after so many")
+    parser.add_argument("--draw", action="store_true", help="run nothing: tables and plots from the logs that are there")
+    parser.add_argument("--print_commands", action="store_true", help="print what to run on 8 GPUs, for 124M and 350M parameters")
+    parser.add_argument("--data", type=prepare_data.path_type, default=ROOT / "data", help="folder with a folder for each text")
+    parser.add_argument("--runs", type=prepare_data.path_type, default=ROOT / "runs", help="folder for runs in the making")
+    parser.add_argument("--logs", type=prepare_data.path_type, default=HERE / "logs", help="folder of the finished runs' logs")
+    parser.add_argument("--results", type=prepare_data.path_type, default=HERE / "results", help="folder for tables and plots")
+    return parser.parse_args(argv)
+
+
+def main(experiment: str, description: str, jobs, draw, argv=None):
+    """The command line of an experiment: its runs, then `draw(logs, args)`.
+
+    jobs: function of the scale, the list of runs.  draw: is given the logs by name.
+    """
+    args = parse_args(description, argv)
+    if args.print_commands:
+        print_commands(jobs)
+        return
+    prepare_data.exit_on_user_error(run_and_draw, experiment, jobs(args.scale), draw, args)
+
+
+def run_and_draw(experiment: str, jobs: list[Job], draw, args):
+    if not args.draw:
+        run_all(experiment, jobs, args)
+    logs = {job.name: log for job in jobs if (log := finished_log(args.logs / experiment / f"{job.name}.jsonl", job, args.scale))}
+    args.results.mkdir(parents=True, exist_ok=True)
+    draw(logs, args)
+
+
+def print_commands(jobs):
+    for scale in ("124m", "350m"):
+        print(f"# {scale}; fineweb-edu: python prepare_data.py --source fineweb-edu --encoding gpt2 --out_dir data/fineweb-edu")
+        for job in jobs(scale):
+            for words in job._replace(text="fineweb-edu").commands(scale, "data", f"runs/{scale}/{job.name}"):
+                print(ON_GPUS, *words)
+
+
+def run_all(experiment: str, jobs: list[Job], args):
+    """Do what is not done: a finished run has its log, an unfinished one goes on from its checkpoint."""
+    begun, folder = time.monotonic(), args.logs / experiment
+    to_do = [job for job in jobs if finished_log(folder / f"{job.name}.jsonl", job, args.scale) is None]
+    for text in sorted({job.text for job in to_do}):
+        if not (args.data / text).exists():
+            prepare_data.main(["--source", text, "--out_dir", str(args.data / text)])
+    bar = tqdm(total=len(jobs), initial=len(jobs) - len(to_do), unit="run", desc=experiment, dynamic_ncols=True)
+
+    def run(job: Job):
+        if args.seconds is None or time.monotonic() - begun < args.seconds:
+            run_one(job, args, args.runs / experiment / job.name, folder / f"{job.name}.jsonl")
+            bar.update()
+
+    with bar, ThreadPoolExecutor(args.at_once) as pool:
+        list(pool.map(run, to_do))
+
+
+def run_one(job: Job, args, out_dir: Path, log: Path):
+    """Train, evaluate, and leave the log."""
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    training, *evaluations = job.commands(args.scale, os.path.relpath(args.data, ROOT), os.path.relpath(out_dir, ROOT))
+    for words in ([*training, "--resume"], *evaluations):
+        done = subprocess.run([sys.executable, *words, "--threads", "1"], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise prepare_data.UserError(f"{' '.join(words)}: ended with status {done.returncode}: "
+                                         f"{(done.stderr.splitlines() or ['without a word'])[-1]}")
+    entries = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
+    last = max((entry.get("step", 0) for entry in entries))
+    kept = [entry for entry in entries if "loss" not in entry or "val_loss" in entry or entry["step"] % 20 == 0 or entry["step"] == last]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(rounded(entry)) for entry in (*kept, {"finished": job.commands(args.scale, "data", "runs")})]
+    log.write_text("\n".join(lines) + "\n")
+
+
+def rounded(value):
+    """Floats to six digits, which is more than a seed leaves unchanged."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def finished_log(path: Path, job: Job, scale: str) -> list[dict] | None:
+    """The entries of a run's log, if it is finished and was run as the job says now."""
+    entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return entries if entries and entries[-1].get("finished") == job.commands(scale, "data", "runs") else None
+
+
+def last(log: list[dict], key: str):
+    """The last value of a key."""
+    return next(entry[key] for entry in reversed(log) if key in entry)
+
+
+def spread(values: list[float]) -> str:
+    """Mean and half the range: 1.234 ± 0.005."""
+    if not values:
+        return "–"
+    half = (max(values) - min(values)) / 2
+    return f"{statistics.mean(values):.4f}" + (f" ± {half:.4f}" if len(values) > 1 else "")
+
+
+def table(path: Path, head: list[str], rows: list[list]) -> str:
+    """Write a Markdown table, and return it."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return "\n".join(lines)

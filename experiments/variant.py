@@ -1,0 +1,70 @@
+"""train.py with other initial values than model.py's, to search a recipe:
+
+    python experiments/variant.py alpha_scale=0.7 alpha_power=0 -- --steps 100 --optimizer adamw
+
+Everything after -- is train.py's. What can be changed, and what it is otherwise:
+
+    alpha_scale, alpha_power    α of layer l starts at alpha_scale · l^−alpha_power (1, ½; under AdamW 0.7, 0)
+    embedding_std               of the embedding: 0.02; in the baseline 0.5
+    unembedding_std             of the head, whose rows NAG normalises: 0.02
+    log_norm_start              log-norm of each token at the start, which sets the temperature of the first logits: −1.2
+    bias                        b of the modulators, which shifts all first gains: 0
+    branch_scale, output_scale  factors on the branches' matrices, on those of their outputs alone: 1
+    eps                         of the normaliser in the update: 1e-6
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import model
+import train
+
+CHANGES = ("alpha_scale", "alpha_power", "embedding_std", "unembedding_std", "log_norm_start", "bias", "branch_scale",
+           "output_scale", "eps")
+
+
+def change(settings: dict[str, float]):
+    """Let every new model begin with these settings. They are part of this process, not of a checkpoint."""
+    unknown = settings.keys() - set(CHANGES)
+    if unknown:
+        raise train.UserError(f"{', '.join(sorted(unknown))}: unknown setting; there are {', '.join(CHANGES)}")
+    as_it_is = model.NAGTransformer.init_weights
+
+    @torch.no_grad()
+    def init_weights(self):
+        as_it_is(self)
+        nag = self.config.residual == "nag"
+        if "embedding_std" in settings:
+            self.embedding.weight.mul_(settings["embedding_std"] / (0.02 if nag else 0.5))
+        if "unembedding_std" in settings:
+            self.unembedding.weight.mul_(settings["unembedding_std"] / 0.02)
+        for name, parameter in self.named_parameters():
+            if ".branch." in name:
+                parameter.mul_(settings.get("branch_scale", 1) * (settings.get("output_scale", 1) if ".output." in name else 1))
+        if not nag:
+            return
+        if "log_norm_start" in settings:
+            self.log_norm_start.fill_(settings["log_norm_start"])
+        scale, power = settings.get("alpha_scale", self.config.alpha_scale), settings.get("alpha_power", self.config.alpha_power)
+        for l, layer in enumerate(self.layers, start=1):
+            layer.alpha.fill_(scale * l**-power)
+            layer.bias.fill_(settings.get("bias", 0))
+
+    model.NAGTransformer.init_weights = init_weights
+    if "eps" in settings:
+        model.PLAIN = model.PLAIN._replace(nag_update=functools.partial(model.nag_update, eps=settings["eps"]))
+
+
+def main(argv: list[str]):
+    at = argv.index("--") if "--" in argv else len(argv)
+    change({name: float(value) for name, value in (text.split("=") for text in argv[:at])})
+    train.main(argv[at + 1:])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
