@@ -42,7 +42,7 @@ class Job(NamedTuple):
     flags: str = ""                         # of train.py; they win over those of the scale
     text: str = "stdlib"                    # a --source of prepare_data.py
     changes: str = ""                       # of variant.py
-    evaluations: tuple[str, ...] = ()       # flags of --eval_only, one evaluation each, when the run is done
+    evaluations: tuple[str, ...] = ()       # when it is done, one each: flags of train.py --eval_only, or another program
 
     def commands(self, scale: str, data: str, out_dir: str) -> list[list[str]]:
         """What to run, one after the other, as arguments of python."""
@@ -57,8 +57,9 @@ class Job(NamedTuple):
         words = [word for name, values in flags.items() for word in (name, *values)]
         program = ["experiments/variant.py", *self.changes.split(), "--"] if self.changes else ["train.py"]
         place = ["--data", f"{data}/{self.text}", "--out_dir", out_dir]
-        return [[*program, *place, *words],
-                *([*program, *place, "--eval_only", *more.split()] for more in self.evaluations)]
+        others = [[each, *place] if each.endswith(".py") else [*program, *place, "--eval_only", *each.split()]
+                  for each in self.evaluations]
+        return [[*program, *place, *words], *others]
 
 
 def parse_args(description: str, argv=None) -> argparse.Namespace:
@@ -171,3 +172,30 @@ def table(path: Path, head: list[str], rows: list[list]) -> str:
     lines = [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows)]
     path.write_text("\n".join(lines) + "\n")
     return "\n".join(lines)
+
+
+def by_seed(logs: dict, name: str, value, seeds=(1, 2, 3)) -> list[float]:
+    """value(log) of each seed's run that is finished; runs are named NAME-seedN."""
+    return [value(logs[f"{name}-seed{seed}"]) for seed in seeds if f"{name}-seed{seed}" in logs]
+
+
+def plot(path: Path, lines: dict[str, tuple[list, list[list[float]]]], x: str, y: str, log_x: bool = False, title: str = ""):
+    """Draw lines, each of x values and for each of them the values of all seeds: their mean, and their range as a band."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"{path}: not drawn, needs matplotlib; pip install matplotlib", file=sys.stderr)
+        return
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for label, (xs, values) in lines.items():
+        there = [(at, each) for at, each in zip(xs, values) if each]
+        if there:
+            xs, values = zip(*there)
+            line, = axes.plot(xs, [statistics.mean(each) for each in values], marker="o", markersize=3, label=label)
+            axes.fill_between(xs, list(map(min, values)), list(map(max, values)), alpha=0.2, color=line.get_color(), linewidth=0)
+    axes.set(xlabel=x, ylabel=y, title=title, **({"xscale": "log"} if log_x else {}))
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110, format="png", metadata={"Software": None})
