@@ -28,6 +28,7 @@ import math
 import os
 import pickle
 import shutil
+import warnings
 import zipfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -1077,7 +1078,9 @@ def read_torch(path: Path) -> dict:
     with zipfile.ZipFile(path) as file:         # whose parts need not be compressed, and in ours are not
         if sum(part.file_size for part in file.infolist()) > path.stat().st_size:
             raise ValueError("larger inside than outside")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")         # a damaged stream makes PyTorch wonder at it before it fails
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def is_larger_than(size: int, checkpoint) -> bool:
@@ -1133,7 +1136,7 @@ def read_checkpoint(path: Path) -> dict:
         raise ModelError(f"checkpoint {path}: its content does not match its SHA-256 digests; the file is damaged")
     check_config(checkpoint["config"], path)
     if checkpoint["meta"].get("vocab_size") != checkpoint["config"].get("vocab_size"):
-        raise ModelError(f"checkpoint {path}: vocab_size is {checkpoint['meta'].get('vocab_size')!r} in its meta, but "
+        raise ModelError(f"checkpoint {path}: vocab_size is {checkpoint['meta'].get('vocab_size')!r:.60} in its meta, but "
                          f"{checkpoint['config'].get('vocab_size')!r} in its config; take another checkpoint")
     return checkpoint
 
@@ -1146,7 +1149,7 @@ def check_config(config: dict, path: Path):
             raise ModelError(f"{large[0]} is 2^31 or more")
         Config(**config)
     except (TypeError, ModelError) as error:
-        raise ModelError(f"checkpoint {path}: its config does not fit this model.py ({error}); take another "
+        raise ModelError(f"checkpoint {path}: its config does not fit this model.py ({str(error):.300}); take another "
                          f"checkpoint") from error
 
 

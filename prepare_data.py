@@ -119,8 +119,9 @@ def escaped(text: str, keep: str = "") -> str:
 
 
 def one_line(text: str) -> str:
-    """A message as one line that shows itself and does nothing else."""
-    return escaped(" ".join(text.split()))
+    """A message as one line that a person can read, whatever it repeats from a file."""
+    line = escaped(" ".join(text.split()))
+    return line if len(line) < 2000 else f"{line[:1000]} [...] {line[-500:]}"
 
 
 def exit_on_user_error(function: Callable, *args: Any, errors: tuple[type[Exception], ...] = (UserError,)) -> Any:
@@ -422,6 +423,8 @@ def encoding_from_meta(meta: dict) -> Encoding:
     """The encoding that a meta.json, or the copy of it in a checkpoint, names; refused if its sizes differ."""
     check_meta(meta, "meta of the data")
     name = meta["encoding"]
+    if name.endswith(".tiktoken") and "ranks" not in meta:  # a path, and what a file names is not opened for it
+        raise UserError(f"meta of the data: encoding {name:.60} comes without its ranks; prepare the data again")
     encoding = encoding_of_ranks(name, meta["ranks"], f"ranks of {name}") if "ranks" in meta else get_encoding(name)
     found, expected = (meta["vocab_size"], meta["end_of_text"]), (encoding.vocab_size, encoding.end_of_text)
     if found != expected:
@@ -604,7 +607,9 @@ def check_meta(meta: Any, where: str):
     found = meta if isinstance(meta, dict) else {}
     for key, kind in (("encoding", str), ("vocab_size", int), ("end_of_text", int), ("ranks", str)):
         if type(found.get(key)) is not kind and (key != "ranks" or key in found):
-            raise UserError(f"{where}: {key} is {found.get(key)!r}, expected {kind.__name__}; prepare the data again")
+            raise UserError(f"{where}: {key} is {found.get(key)!r:.60}, expected {kind.__name__}; prepare the data again")
+    if not found.get("ranks", "").isascii():
+        raise UserError(f"{where}: ranks have other signs than base64 and digits; prepare the data again")
     if not 0 <= found["end_of_text"] < found["vocab_size"]:
         raise UserError(f"{where}: end_of_text is {found['end_of_text']}, expected an id below vocab_size, which is "
                         f"{found['vocab_size']}; prepare the data again")
