@@ -607,7 +607,8 @@ def check_meta(meta: Any, where: str):
     found = meta if isinstance(meta, dict) else {}
     for key, kind in (("encoding", str), ("vocab_size", int), ("end_of_text", int), ("ranks", str)):
         if type(found.get(key)) is not kind and (key != "ranks" or key in found):
-            raise UserError(f"{where}: {key} is {found.get(key)!r:.60}, expected {kind.__name__}; prepare the data again")
+            raise UserError(f"{where}: {key} is {found.get(key)!r:.60}, expected {kind.__name__}; prepare the data "
+                            "again")
     if not found.get("ranks", "").isascii():
         raise UserError(f"{where}: ranks have other signs than base64 and digits; prepare the data again")
     if not 0 <= found["end_of_text"] < found["vocab_size"]:
@@ -637,8 +638,8 @@ def downloaded(url: str) -> Path:
     except ValueError as error:
         raise UserError(f"{url}: no URL ({error}); check the address") from error
     if not safe:
-        raise UserError(f"{url}: by http anybody on the way could change the text; use https, or download it yourself and "
-                        "give the file")
+        raise UserError(f"{url}: by http anybody on the way could change the text; use https, or download it yourself "
+                        "and give the file")
     name = re.sub(r"[^\w.-]", "_", address.rstrip("/").rpartition("/")[2], flags=re.ASCII)  # none that leads elsewhere
     path = DOWNLOADS / f"{hashlib.sha1(url.encode(errors='replace')).hexdigest()[:12]}-{name[-100:]}"
     if not path.exists():

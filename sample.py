@@ -280,8 +280,8 @@ def check_memory(config: Config, device, path: Path):
     """UserError where the keys and values of a whole context surely exceed the memory."""
     needed, there = 8 * config.n_layer * config.n_embd * config.block_size, memory_of(device)
     if there is not None and needed > there:
-        raise UserError(f"checkpoint {path}: its block_size of {config.block_size:,} tokens needs {needed / 2**30:,.1f} GiB of "
-                        f"memory, but {device} has {there / 2**30:,.1f}; take another checkpoint")
+        raise UserError(f"checkpoint {path}: its block_size of {config.block_size:,} tokens needs {needed / 2**30:,.1f} GiB "
+                        f"of memory, but {device} has {there / 2**30:,.1f}; take another checkpoint")
 
 
 def run(args):
