@@ -35,10 +35,10 @@ FILES = ["missing", "empty", "folder", "zeros", "text", "cut", "list", "json", "
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, python_text):
+def place(tmp_path_factory, short_text):
     """A folder with a data set, a run of one step, a prompt, and files of every wrong kind."""
     place = tmp_path_factory.mktemp("mistakes")
-    shutil.copytree(python_text, place / "data")
+    shutil.copytree(short_text, place / "data")
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         train.main([*small(place), "--out_dir", str(place / "run")])
     (place / "prompt.txt").write_text("def ")
