@@ -194,7 +194,8 @@ def test_training_on_four_billion_tokens_starts_soon_and_its_memory_stays_flat(t
             file.write(header)
             file.truncate(1024 + 2 * 10**9)         # sparse: takes no room
     write_meta(tmp_path)
-    flags = [str(flag) for flag in (*TINY, "--data", tmp_path, "--out_dir", tmp_path / "out", "--steps", 120, "--skip_rate", 0)]
+    flags = [str(flag) for flag in (*TINY, "--data", tmp_path, "--out_dir", tmp_path / "out", "--steps", 120, "--skip_rate", 0,
+                                 "--block_size", 128, "--micro_batch", 2)]      # few places, each of which is a page to fetch
     started = time.monotonic()
     training = subprocess.Popen([sys.executable, ROOT / "train.py", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     log, anonymous, begun = tmp_path / "out" / "log.jsonl", [], None
