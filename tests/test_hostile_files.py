@@ -169,7 +169,7 @@ def test_the_names_of_files_command_no_terminal(tmp_path, capsys):
 # ---- checkpoints, damaged at random ---------------------------------------------------------------------------------
 
 SMALL = ["--n_layer", 1, "--n_head", 1, "--n_embd", 8, "--block_size", 16, "--n_directions", 2, "--micro_batch", 2, "--batch_tokens", 32,
-         "--eval_blocks", 2, "--threads", 1, "--device", "cpu", "--skip_rates", 0.5]
+         "--eval_blocks", 2, "--threads", 1, "--device", "cpu", "--skip_rates", 0.5, "--keep", 1]
 
 
 @pytest.fixture(scope="module")
