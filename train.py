@@ -27,9 +27,9 @@ import time
 from pathlib import Path
 
 import prepare_data
-from prepare_data import (GPT2_META, NoRanks, Parser, UserError, check_meta, encoding_from_meta, exit_on_user_error,
-                          find_shards, forgive_output, non_negative_float, non_negative_int, number_type, path_text,
-                          path_type, positive_float, positive_int, read_meta, seed_number, skip_rates)
+from prepare_data import (GPT2_META, NoRanks, Parser, UserError, check_meta, encoding_from_meta, escaped,
+                          exit_on_user_error, find_shards, forgive_output, non_negative_float, non_negative_int, number_type,
+                          one_line, path_text, path_type, positive_float, positive_int, read_meta, seed_number, skip_rates)
 
 DEFAULT_DATA = "data/stdlib"
 LARGEST_STEP = 3600                     # seconds that one step may take; more is a slip of the finger
@@ -211,7 +211,7 @@ from tqdm import tqdm
 import sample
 
 from model import (AboveCut, Config, ModelError, NAGTransformer, RandomShare, StaticDrop, TopShare, angle_between, choose_device,
-                   kept_count, model_from, rate_from_depth, read_checkpoint, save_checkpoint)
+                   kept_count, memory_of, model_from, rate_from_depth, read_checkpoint, save_checkpoint)
 
 # Dense bfloat16 FLOP/s as the makers state them, for the share that is reached (MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
@@ -227,8 +227,12 @@ def processes(device: torch.device):
     if not under_torchrun():
         yield
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
-                            device_id=device if device.type == "cuda" else None)
+    # Processes that torchrun has started anew would find the addresses of the dead in its store: each start has its own part
+    # of it. Of several nodes each counts its own starts, so these share one (see the README).
+    store, *_ = next(dist.rendezvous("env://"))
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else "0"
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore(f"start {start}", store),
+                            rank=rank(), world_size=n_ranks(), device_id=device if device.type == "cuda" else None)
     try:
         yield
     finally:
@@ -247,6 +251,12 @@ def tell(text: str):
     """Print, once for all processes."""
     if rank() == 0:
         print(text)
+
+
+def note(text: str):
+    """A line on standard error, once for all processes; control characters in what it repeats from a file do nothing."""
+    if rank() == 0:
+        print(one_line(f"note: {text}"), file=sys.stderr)
 
 
 def summed(values: list[float], device) -> list[float]:
@@ -401,8 +411,7 @@ def encoding_if_there(meta: dict):
     try:
         return encoding_from_meta(meta)
     except NoRanks as error:
-        if rank() == 0:
-            print(f"note: {error}. Without them there are no bits per byte and no samples.", file=sys.stderr)
+        note(f"{error}. Without them there are no bits per byte and no samples.")
         return None
 
 
@@ -678,8 +687,7 @@ def newest_good(out_dir: Path) -> tuple[dict, Path]:
         except ModelError as error:
             if path == found[-1]:
                 raise
-            if rank() == 0:
-                print(f"note: {error}", file=sys.stderr)
+            note(str(error))
 
 
 def put_back(path: Path, step: int):
@@ -688,7 +696,7 @@ def put_back(path: Path, step: int):
     if os.path.lexists(newest):
         os.replace(newest, f"{newest}.damaged")
     second_name(path, newest)
-    print(f"note: going on from {path}, which holds step {step}", file=sys.stderr)
+    note(f"going on from {path}, which holds step {step}")
 
 
 def second_name(path: Path, other: Path):
@@ -730,6 +738,8 @@ def stored_flags(origin: dict, path: Path) -> dict:
     flags = {}
     for flag in vars(parser.parse_args([])).keys() & found.keys():
         value = found[flag]
+        if isinstance(value, torch.Tensor):
+            refuse(f"{flag} is a tensor")
         if flag in MODEL_FLAGS and value != origin["config"].get(flag):
             refuse(f"{flag} is {value!r}, in its config {origin['config'].get(flag)!r}")
         if isinstance(value, bool):
@@ -865,13 +875,8 @@ def check_memory(config: Config, args, device):
     tokens = args.micro_batch * args.block_size
     needed = tokens * (4 * config.n_layer * config.n_embd + 8 * config.vocab_size)
     needed += 12 * config.least_params // (n_ranks() if args.fsdp else 1)
-    if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
-    elif hasattr(os, "sysconf"):
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        return                      # Windows says so at the first allocation
-    if needed > there:
+    there = memory_of(device)
+    if there is not None and needed > there:
         raise UserError(f"--n_layer {args.n_layer} --n_embd {args.n_embd} --n_directions {args.n_directions} --micro_batch "
                         f"{args.micro_batch} --block_size {args.block_size}: need {needed / 2**30:,.1f} GiB of memory or "
                         f"more, but {device} has {there / 2**30:,.1f}; lower --micro_batch, or take a smaller model")
@@ -1185,7 +1190,7 @@ def loop(run: Run, log: Log, warmup: int, encoding) -> dict:
             if encoding and args.sample_every and run.step % args.sample_every == 0 and run.progress() < 1:
                 text = sample_text(run.model, encoding, args.seed)      # by all processes: weights may be shared
                 if rank() == 0:
-                    bar.write(text)
+                    bar.write(escaped(text, keep="\n\t"))
         if run.step > run.saved:
             run.save()
     return found
@@ -1238,7 +1243,7 @@ def train_unless_left_alone(args):
     except RuntimeError as error:
         if not under_torchrun() or not LOST_PROCESS.search(str(error)):
             raise
-        time.sleep(5)
+        time.sleep(15)
         raise UserError("another process has ended without a word; look for it above, and go on with --resume") from error
 
 
