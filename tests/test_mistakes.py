@@ -130,6 +130,7 @@ def restore(folder: Path, before: dict):
     for path in contents(folder).keys() - before.keys():
         (folder / path).unlink()
     for path, content in before.items():
+        (folder / path).unlink(missing_ok=True)         # best.pt may be a second name of ckpt.pt
         (folder / path).write_bytes(content)
     shutil.rmtree(folder / "new", ignore_errors=True)
 
