@@ -37,6 +37,7 @@ import io
 import itertools
 import json
 import math
+import mmap
 import os
 import platform
 import re
@@ -547,6 +548,8 @@ class Shards:
         while filled < count:
             if self.maps[shard] is None:
                 self.maps[shard] = np.memmap(self.paths[shard], self.dtype, "r", self.offsets[shard])
+                if hasattr(mmap, "MADV_RANDOM"):  # rows are read here and there: what stands behind one is not wanted
+                    self.maps[shard].base.madvise(mmap.MADV_RANDOM)
             begin = start + filled - int(self.starts[shard])
             part = self.maps[shard][begin:begin + count - filled]
             ids[filled:filled + len(part)] = part
