@@ -999,25 +999,32 @@ def sealed(model: NAGTransformer, meta: dict, weights: dict | None = None, **ent
     return checkpoint | {"sha256": digests(checkpoint)}
 
 
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path`: what is written there within takes the place of `path`, or goes if that fails."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_whole(path: Path, checkpoint: dict, write: Callable[[BinaryIO], object]):
     """Let `write` write a checkpoint to a file under a temporary name, flush that to the disk, and rename it to `path`.
 
     So `path` is always whole. Raises OSError where it cannot be written; what was there before is still there then.
     """
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
+        with replaced(path) as temporary, open(temporary, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
     except (OSError, RuntimeError) as error:    # torch's writer turns a failed write, such as on a full disk, into the latter
         reason = error.strerror if isinstance(error, OSError) else "a write failed; is the disk full?"
         needed = sum(leaf.nbytes for _, leaf in leaves(checkpoint) if isinstance(leaf, torch.Tensor))
         raise OSError(errno.EIO, f"{reason}, {needed:,} bytes needed, {shutil.disk_usage(path.parent).free:,} free",
                       str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
     if os.name == "posix":      # the new name outlives a power cut once its folder is on the disk; Windows opens no folders
         with contextlib.suppress(OSError):      # some network file systems cannot do it, and the file itself is safe
             folder = os.open(path.parent, os.O_RDONLY)

@@ -200,8 +200,7 @@ def test_a_mistake_is_told_once_and_ends_all(python_text, tmp_path):
     assert printed.count("train.py: error: ") == 1 and "2 processes = 512; try 512" in printed
 
 
-def test_bare_flags_share_the_default_batch_and_the_first_process_prepares_the_default_data(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_bare_flags_share_the_default_batch_and_the_first_process_prepares_the_default_data(tmp_path):
     done = subprocess.run([*torchrun(2)[:-1], str(ROOT / "train.py"), "--steps", "1", "--n_layer", "1", "--n_embd", "32",
                            "--eval_blocks", "2", "--skip_rates", "0"], cwd=tmp_path,
                           env=ENVIRONMENT, capture_output=True, text=True, timeout=120)

@@ -10,7 +10,6 @@ import torch
 
 from conftest import fails
 from model import NAGTransformer, read_checkpoint
-import prepare_data
 import soak
 import train
 

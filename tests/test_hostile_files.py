@@ -27,22 +27,27 @@ import prepare_data
 import sample
 import train
 from conftest import fails
-from model import ModelError, digests, load_checkpoint, model_from, read_checkpoint
+from model import ModelError, digests, model_from, read_checkpoint
 from prepare_data import UserError, encoding_from_meta, exit_on_user_error
 from test_mistakes import resealed
 
 
-def answered(function, *args):
-    """What a function returns; None where it ends with a user's mistake, told in one line without control characters."""
+def outcome(function, *args):
+    """What a function returns, and ""; or None, and the one line without control characters that told a user's mistake."""
     error = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
         try:
-            return exit_on_user_error(function, *args, errors=(UserError, ModelError))
+            return function(*args), ""
         except SystemExit as stop:
             line = error.getvalue()
             assert stop.code == 2 and line.endswith("\n"), line
             assert not [sign for sign in line[:-1] if unicodedata.category(sign) == "Cc"], line
-            return None
+            return None, line
+
+
+def answered(function, *args):
+    """What a function returns; None where it ends with a user's mistake."""
+    return outcome(functools.partial(exit_on_user_error, errors=(UserError, ModelError)), function, *args)[0]
 
 
 # Values that no file of ours holds where they are put, or only by an odd chance.
@@ -275,17 +280,10 @@ def peak() -> int:
 def works(reader: str) -> bool:
     """Whether a reader takes the checkpoint; AssertionError unless it does or answers in one line."""
     main, argv = READERS[reader]
-    error = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
-        try:
-            main(argv.split())
-            return True
-        except SystemExit as stop:
-            line = error.getvalue()
-            assert stop.code == 2 and line.count("\n") == 1 and line.endswith("\n") and len(line) < 2000, (reader, line)
-            assert not [sign for sign in line[:-1] if unicodedata.category(sign) == "Cc"], (reader, line)
-            assert any(named in line for named in ("ckpt.pt", "checkpoint", "encoding", "meta", "ranks", "block_size")), (reader, line)
-            return False
+    _, line = outcome(main, argv.split())
+    assert len(line) < 2000, (reader, line)
+    assert not line or any(named in line for named in ("ckpt.pt", "checkpoint", "encoding", "meta", "ranks", "block_size")), (reader, line)
+    return not line
 
 
 def test_no_value_in_a_config_does_harm_whoever_reads_it(place):
