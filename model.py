@@ -17,18 +17,22 @@ Norm-Agnostic Residual Networks" (arXiv 2606.16112); its equation numbers stand 
 """
 
 import bisect
+import contextlib
 import copy
 import errno
 import functools
 import hashlib
 import itertools
+import json
 import math
 import os
 import pickle
 import shutil
+import warnings
+import zipfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple, Sequence
+from typing import BinaryIO, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 import torch.nn as nn
@@ -964,6 +968,9 @@ def sample(logits, temperature: float, top_k: int | None, top_p: float | None, g
 # Checkpoints: tensors and plain values in one file, with a digest of each, replaced as a whole
 
 
+SAFETENSORS = ".safetensors"        # the ending of the files of that format
+
+
 def leaves(value, path: str = "") -> Iterator[tuple[str, object]]:
     """Every tensor and plain value inside nested dicts and lists, with its path."""
     if isinstance(value, (dict, list, tuple)):
@@ -986,37 +993,119 @@ def digests(checkpoint: dict) -> dict[str, str]:
     return result | {"": plain.hexdigest()}
 
 
-def save_checkpoint(path: Path, model: NAGTransformer, meta: dict, weights: dict | None = None, **entries):
-    """Write model, config, `meta` (the data's meta.json) and further entries of tensors and plain values to `path`.
-
-    weights: the model's state_dict, where it has been gathered from several processes.
-
-    The file is written beside it under a temporary name, flushed to the disk and renamed: `path` is always whole.
-    Raises OSError where it cannot be written; what was there before is still there then.
-    """
-    path = Path(path)
+def sealed(model: NAGTransformer, meta: dict, weights: dict | None = None, **entries) -> dict:
+    """What a checkpoint holds, with its digests."""
     checkpoint = {"format": 1, "config": asdict(model.config), "model": weights or model.state_dict(), "meta": meta, **entries}
-    checkpoint["sha256"] = digests(checkpoint)
+    return checkpoint | {"sha256": digests(checkpoint)}
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path`: what is written there within takes the place of `path`, or goes if that fails."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, checkpoint: dict, write: Callable[[BinaryIO], object]):
+    """Let `write` write a checkpoint to a file under a temporary name, flush that to the disk, and rename it to `path`.
+
+    So `path` is always whole. Raises OSError where it cannot be written; what was there before is still there then.
+    """
+    try:
+        with replaced(path) as temporary, open(temporary, "wb") as file:
+            write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
     except (OSError, RuntimeError) as error:    # torch's writer turns a failed write, such as on a full disk, into the latter
         reason = error.strerror if isinstance(error, OSError) else "a write failed; is the disk full?"
         needed = sum(leaf.nbytes for _, leaf in leaves(checkpoint) if isinstance(leaf, torch.Tensor))
         raise OSError(errno.EIO, f"{reason}, {needed:,} bytes needed, {shutil.disk_usage(path.parent).free:,} free",
                       str(path)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    if os.name == "posix":      # the new name outlives a power cut once its folder is on the disk; Windows opens no folders
+        with contextlib.suppress(OSError):      # some network file systems cannot do it, and the file itself is safe
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+
+def save_checkpoint(path: Path, model: NAGTransformer, meta: dict, weights: dict | None = None, **entries):
+    """Write model, config, `meta` (the data's meta.json) and further entries of tensors and plain values to `path`.
+
+    weights: the model's state_dict, where it has been gathered from several processes.
+    Raises OSError where it cannot be written, as `write_whole` says.
+    """
+    checkpoint = sealed(model, meta, weights, **entries)
+    write_whole(Path(path), checkpoint, lambda file: torch.save(checkpoint, file))
+
+
+def export_checkpoint(path: Path, model: NAGTransformer, meta: dict):
+    """Write model, config and meta to a file of safetensors, which other programs read as well: `path` ends so.
+
+    What is no tensor is in its metadata, each entry as JSON. Raises ModelError where the package is missing or meta is
+    more than JSON can say, OSError as `write_whole` says.
+    """
+    safetensors = safetensors_module(path)
+    checkpoint = sealed(model, meta)
+    try:
+        plain = {entry: json.dumps(value) for entry, value in checkpoint.items() if entry != "model"}
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: meta of the data is more than JSON can say ({error})") from error
+    weights = {name: weight.cpu().contiguous() for name, weight in checkpoint["model"].items()}
+    write_whole(Path(path), checkpoint, lambda file: file.write(safetensors.torch.save(weights, plain)))
+
+
+def safetensors_module(path: Path):
+    """The optional package; ModelError where it is missing."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ModelError(f"{path}: needs safetensors; pip install safetensors") from error
+    return safetensors
+
+
+def read_safetensors(path: Path) -> dict:
+    """What `export_checkpoint` has written; an empty dict where another program has."""
+    with safetensors_module(path).safe_open(path, framework="pt") as file:
+        plain = file.metadata() or {}
+        if "sha256" not in plain:
+            return {}
+        weights = {name: file.get_tensor(name) for name in file.keys()}
+    entries = {entry: json.loads(plain[entry]) for entry in ("format", "config", "meta", "sha256") if entry in plain}
+    return {"format": None, "config": None, "model": weights} | entries         # in the order in which they were sealed
+
+
+def read_torch(path: Path) -> dict:
+    """What `save_checkpoint` has written: tensors and plain values, of which the reader executes nothing."""
+    with zipfile.ZipFile(path) as file:         # whose parts need not be compressed, and in ours are not
+        if sum(part.file_size for part in file.infolist()) > path.stat().st_size:
+            raise ValueError("larger inside than outside")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")         # a damaged stream makes PyTorch wonder at it before it fails
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def is_larger_than(size: int, checkpoint) -> bool:
+    """Whether a checkpoint holds more than its file, of so many bytes, by repeating a part of it without end."""
+    waiting = [checkpoint]
+    while waiting and size >= 0:
+        value = waiting.pop()
+        size -= value.nbytes if isinstance(value, torch.Tensor) else 1
+        if isinstance(value, (dict, list, tuple)):
+            waiting += value.values() if isinstance(value, dict) else value
+    return size < 0
 
 
 def read_checkpoint(path: Path) -> dict:
     """The entries of a checkpoint, its tensors on the CPU. Nothing in the file is executed.
 
-    Raises ModelError where the file is missing, is not one of ours, or fails its digests.
+    A file whose name ends in .safetensors has config, model and meta alone. Raises ModelError where the file is missing,
+    is not one of ours, or fails its digests.
     """
     path = Path(path)
     try:
@@ -1026,7 +1115,9 @@ def read_checkpoint(path: Path) -> dict:
     if found:
         raise ModelError(f"checkpoint {path}: {found}; python train.py writes out/ckpt.pt")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = (read_safetensors if path.suffix == SAFETENSORS else read_torch)(path)
+    except ModelError:
+        raise
     except pickle.UnpicklingError as error:
         raise ModelError(f"checkpoint {path}: not opened, since it holds more than tensors and plain values or is "
                          f"damaged; take an earlier one or train anew") from error
@@ -1045,15 +1136,28 @@ def read_checkpoint(path: Path) -> dict:
                              f"put there; take the state_dict of the model itself")
     recorded = checkpoint.pop("sha256")
     try:
-        intact = recorded == digests(checkpoint)
-    except (RuntimeError, RecursionError, TypeError):      # a tensor or nesting of no kind that we write
+        intact = not is_larger_than(path.stat().st_size, checkpoint) and recorded == digests(checkpoint)
+    except (RuntimeError, RecursionError, TypeError, ValueError):      # a tensor, a value or nesting of no kind that we write
         intact = False
     if not intact:
         raise ModelError(f"checkpoint {path}: its content does not match its SHA-256 digests; the file is damaged")
+    check_config(checkpoint["config"], path)
     if checkpoint["meta"].get("vocab_size") != checkpoint["config"].get("vocab_size"):
-        raise ModelError(f"checkpoint {path}: vocab_size is {checkpoint['meta'].get('vocab_size')!r} in its meta, but "
+        raise ModelError(f"checkpoint {path}: vocab_size is {checkpoint['meta'].get('vocab_size')!r:.60} in its meta, but "
                          f"{checkpoint['config'].get('vocab_size')!r} in its config; take another checkpoint")
     return checkpoint
+
+
+def check_config(config: dict, path: Path):
+    """ModelError where a checkpoint's config is none that a flag could have asked for, whatever it says."""
+    large = [name for name, value in config.items() if isinstance(value, int) and abs(value) >= 2**31]
+    try:
+        if large:
+            raise ModelError(f"{large[0]} is 2^31 or more")
+        Config(**config)
+    except (TypeError, ModelError) as error:
+        raise ModelError(f"checkpoint {path}: its config does not fit this model.py ({str(error):.300}); take another "
+                         f"checkpoint") from error
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -1066,15 +1170,19 @@ def choose_device(name: str = "auto") -> torch.device:
     return torch.device(wanted)
 
 
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of memory that a device has; None where that cannot be told."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+
+
 def model_from(checkpoint: dict, device="cpu", path="checkpoint", kernels: str = "auto") -> NAGTransformer:
     """The model in a checkpoint that `read_checkpoint` returned; `path` is for the message of a ModelError."""
     def refuse(why):
         raise ModelError(f"{path}: its config and weights do not fit this model.py ({' '.join(str(why).split()):.300})")
 
-    try:
-        config, weights = Config(**checkpoint["config"]), checkpoint["model"]
-    except (TypeError, ModelError) as error:
-        refuse(error)
+    config, weights = Config(**checkpoint["config"]), checkpoint["model"]
     entries = sum(weight.numel() for weight in weights.values() if isinstance(weight, torch.Tensor))
     if entries < config.least_params:       # before a model is built that may be larger than the machine
         refuse(f"{entries:,} weights, its config asks for {config.least_params:,}")

@@ -37,6 +37,7 @@ import io
 import itertools
 import json
 import math
+import mmap
 import os
 import platform
 import re
@@ -47,6 +48,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+import urllib.parse
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,7 +108,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         let_the_first_process_speak()
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+        self.exit(2, f"{self.prog}: error: {one_line(message)}\n")
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """The text with each control character that is not in `keep` as Python writes it: \\x1b, \\r, \\x00.
+
+    Printed as it is, what stands in a file or comes from a server could command a terminal or add lines.
+    """
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: found[0] if found[0] in keep else repr(found[0])[1:-1], text)
+
+
+def one_line(text: str) -> str:
+    """A message as one line that a person can read, whatever it repeats from a file."""
+    line = escaped(" ".join(text.split()))
+    return line if len(line) < 2000 else f"{line[:1000]} [...] {line[-500:]}"
 
 
 def exit_on_user_error(function: Callable, *args: Any, errors: tuple[type[Exception], ...] = (UserError,)) -> Any:
@@ -119,7 +135,7 @@ def exit_on_user_error(function: Callable, *args: Any, errors: tuple[type[Except
         sys.stdout.flush()  # while a failure can still be answered
         return result
     except errors as error:
-        message = " ".join(str(error).split())
+        message = one_line(str(error))
     except BrokenPipeError:
         abandon_output()
         raise SystemExit(130) from None
@@ -204,9 +220,9 @@ def forgive_output():
 
 
 def say(text: str):
-    """Print, also where the terminal's encoding lacks a character or a file name is no valid text."""
+    """Print a line, also where the terminal's encoding lacks a character or a file name is no valid text."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding))
+    print(escaped(text).encode(encoding, "backslashreplace").decode(encoding))
 
 
 # ---- encodings ------------------------------------------------------------------------------------------------------
@@ -366,6 +382,8 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not text, byte 0x{error.object[error.start]:02x} at offset {error.start}; check the "
                         "path") from error
+    except ValueError as error:  # a name with a null character or half of a surrogate pair
+        raise UserError(f"{path}: {error}, expected a file; check the path") from error
 
 
 def encoding_of_ranks(name: str, text: str, where: str) -> TiktokenEncoding:
@@ -406,6 +424,8 @@ def encoding_from_meta(meta: dict) -> Encoding:
     """The encoding that a meta.json, or the copy of it in a checkpoint, names; refused if its sizes differ."""
     check_meta(meta, "meta of the data")
     name = meta["encoding"]
+    if name.endswith(".tiktoken") and "ranks" not in meta:  # a path, and what a file names is not opened for it
+        raise UserError(f"meta of the data: encoding {name:.60} comes without its ranks; prepare the data again")
     encoding = encoding_of_ranks(name, meta["ranks"], f"ranks of {name}") if "ranks" in meta else get_encoding(name)
     found, expected = (meta["vocab_size"], meta["end_of_text"]), (encoding.vocab_size, encoding.end_of_text)
     if found != expected:
@@ -528,6 +548,8 @@ class Shards:
         while filled < count:
             if self.maps[shard] is None:
                 self.maps[shard] = np.memmap(self.paths[shard], self.dtype, "r", self.offsets[shard])
+                if hasattr(mmap, "MADV_RANDOM"):  # rows are read here and there: what stands behind one is not wanted
+                    self.maps[shard].base.madvise(mmap.MADV_RANDOM)
             begin = start + filled - int(self.starts[shard])
             part = self.maps[shard][begin:begin + count - filled]
             ids[filled:filled + len(part)] = part
@@ -588,7 +610,10 @@ def check_meta(meta: Any, where: str):
     found = meta if isinstance(meta, dict) else {}
     for key, kind in (("encoding", str), ("vocab_size", int), ("end_of_text", int), ("ranks", str)):
         if type(found.get(key)) is not kind and (key != "ranks" or key in found):
-            raise UserError(f"{where}: {key} is {found.get(key)!r}, expected {kind.__name__}; prepare the data again")
+            raise UserError(f"{where}: {key} is {found.get(key)!r:.60}, expected {kind.__name__}; prepare the data "
+                            "again")
+    if not found.get("ranks", "").isascii():
+        raise UserError(f"{where}: ranks have other signs than base64 and digits; prepare the data again")
     if not 0 <= found["end_of_text"] < found["vocab_size"]:
         raise UserError(f"{where}: end_of_text is {found['end_of_text']}, expected an id below vocab_size, which is "
                         f"{found['vocab_size']}; prepare the data again")
@@ -596,14 +621,30 @@ def check_meta(meta: Any, where: str):
 
 # ---- downloads ------------------------------------------------------------------------------------------------------
 
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+
+
 def is_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
+def is_safe(url: str) -> bool:
+    """Whether nobody on the way can change what a URL brings. ValueError where it is no URL."""
+    parts = urllib.parse.urlsplit(url)
+    return parts.scheme == "https" or parts.scheme == "http" and parts.hostname in THIS_MACHINE
+
+
 def downloaded(url: str) -> Path:
     """The file that holds what a URL stands for, fetched when it is first asked for."""
-    name = urllib.request.url2pathname(url.split("?")[0]).rstrip("/").rpartition("/")[2]
-    path = DOWNLOADS / f"{hashlib.sha1(url.encode()).hexdigest()[:12]}-{name[-100:]}"
+    try:
+        safe, address = is_safe(url), urllib.parse.unquote(urllib.parse.urlsplit(url).path)
+    except ValueError as error:
+        raise UserError(f"{url}: no URL ({error}); check the address") from error
+    if not safe:
+        raise UserError(f"{url}: by http anybody on the way could change the text; use https, or download it yourself "
+                        "and give the file")
+    name = re.sub(r"[^\w.-]", "_", address.rstrip("/").rpartition("/")[2], flags=re.ASCII)  # none that leads elsewhere
+    path = DOWNLOADS / f"{hashlib.sha1(url.encode(errors='replace')).hexdigest()[:12]}-{name[-100:]}"
     if not path.exists():
         try:
             download(url, path)
@@ -638,13 +679,23 @@ def download(url: str, path: Path):
             partial.unlink()
 
 
+class SafeRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows a server to another address, but never from https to http, nor from this machine to http elsewhere."""
+
+    def redirect_request(self, request, file, code, message, headers, url):
+        if not is_safe(url) or request.full_url.startswith("https:") and not url.startswith("https:"):
+            raise ConnectionError(f"it leads on to {url}, expected https there, too")
+        return super().redirect_request(request, file, code, message, headers, url)
+
+
 def answer(url: str) -> BinaryIO:
     """An opened URL. A thread opens it, since finding the address of a host has no time limit of its own."""
     future: Future = Future()
 
     def ask():
         try:
-            future.set_result(urllib.request.urlopen(url, timeout=ANSWER_SECONDS))
+            opener = urllib.request.build_opener(SafeRedirects)
+            future.set_result(opener.open(url, timeout=ANSWER_SECONDS))
         except Exception as error:
             future.set_exception(error)
     threading.Thread(target=ask, daemon=True).start()
@@ -1110,7 +1161,7 @@ def main(argv: Sequence[str] | None = None):
     try:
         exit_on_user_error(run, args)
     except KeyboardInterrupt:
-        print(f"prepare_data.py: interrupted, {args.out_dir} has not been written", file=sys.stderr)
+        print(f"prepare_data.py: interrupted, {escaped(args.out_dir)} has not been written", file=sys.stderr)
         raise SystemExit(130) from None
 
 

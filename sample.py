@@ -5,6 +5,7 @@
     python sample.py --depth_budget 12 --show_depth               12 layers a token on average, coloured by how many ran
     cat notes.txt | python sample.py --prompt_file - --num_samples 3
     python sample.py --interactive                                one prompt a line, until Ctrl-D
+    python sample.py --export model.safetensors                   the weights for other programs, and for --checkpoint
 """
 
 import codecs
@@ -13,9 +14,9 @@ import os
 import sys
 from pathlib import Path
 
-from prepare_data import (Parser, UserError, check_meta, encoding_from_meta, exit_on_user_error, forgive_output,
-                          non_negative_float, non_negative_int, number_type, path_type, positive_float, positive_int,
-                          seed_number, skip_rates)
+from prepare_data import (Parser, UserError, check_meta, encoding_from_meta, escaped, exit_on_user_error,
+                          forgive_output, non_negative_float, non_negative_int, number_type, path_type, positive_float,
+                          positive_int, seed_number, skip_rates)
 
 share = number_type(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 
@@ -23,11 +24,17 @@ share = number_type(float, lambda value: 0 < value <= 1, "a number above 0 and a
 def parse_args(argv=None):
     parser = Parser(description="Write text with a trained model, at full depth or less.")
     text = parser.add_argument_group("text")
-    text.add_argument("--checkpoint", type=path_type, default=Path("out/ckpt.pt"), help="file that train.py has written")
+    text.add_argument("--checkpoint", type=path_type, default=Path("out/ckpt.pt"),
+                      help="file that train.py has written, or --export")
     prompt = text.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default="", help="text to continue; empty: the start of a document")
     prompt.add_argument("--prompt_file", type=path_type, default=None, help="file with the text to continue; -: standard input")
     prompt.add_argument("--interactive", action="store_true", help="read prompts line by line from standard input")
+    prompt.add_argument("--export", type=path_type, default=None, metavar="FILE.safetensors",
+                        help="write no text but the weights, config and meta to this file (needs safetensors)")
+    text.add_argument("--raw", action="store_true",
+                      help="print control characters as they are, which can command the terminal; else as \\x1b, \\r, "
+                           "but for line ends and tabs")
     text.add_argument("--num_samples", type=positive_int, default=1, help="texts to write; sample i uses seed + i")
     text.add_argument("--max_new_tokens", type=non_negative_int, default=300, help="tokens to write after the prompt")
     choice = parser.add_argument_group("choice of the next token")
@@ -55,13 +62,17 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.interactive and (args.depth_json or args.depth_png):
         parser.error("--interactive: has no end at which a depth file could be written; use --prompt or --show_depth")
+    if args.export and (args.depth_json or args.depth_png):
+        parser.error("--export: writes no text whose depth a file could hold; leave --depth_json and --depth_png out")
+    if args.export and args.export.suffix != ".safetensors":
+        parser.error(f"--export {args.export}: expected a name that ends in .safetensors, by which it is known later")
     return args
 
 
-def check_depth_files(args):
-    """Find out now, not after the writing, whether the depth files can be written, and that they harm no file we read."""
+def check_files(args):
+    """Find out now, not after the writing, whether files can be written, and that they harm no file we read."""
     taken = {"--checkpoint": args.checkpoint, "--prompt_file": args.prompt_file}
-    for flag in ("--depth_json", "--depth_png"):
+    for flag in ("--depth_json", "--depth_png", "--export"):
         path = getattr(args, flag[2:])
         if path is None:
             continue
@@ -87,7 +98,7 @@ if __name__ == "__main__":      # answer --help and mistakes in flags before the
     forgive_output()
     parse_args()
 
-from model import ModelError, choose_device, load_checkpoint
+from model import Config, ModelError, choose_device, export_checkpoint, load_checkpoint, memory_of
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,7 +250,11 @@ def write(model, encoding, prompt: bytes, args, cuts, seed: int, seen: DepthMap)
     """
     tokens = prompt_tokens(prompt, encoding)
     characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    emit = (lambda text: None) if args.show_depth else (lambda text: print(text, end="", flush=True))
+
+    def emit(text: str):
+        if not args.show_depth:
+            print(text if args.raw else escaped(text, keep="\n\t"), end="", flush=True)
+
     emit(characters.decode(prompt))
     for token in model.stream([tokens.copy()], args.max_new_tokens, args.temperature, args.top_k, args.top_p, seed,
                               cuts, seen.watch):
@@ -253,10 +268,31 @@ def write(model, encoding, prompt: bytes, args, cuts, seed: int, seen: DepthMap)
     return tokens
 
 
+def written(flag: str, path: Path, write_to):
+    """Let a function write to the path of a flag. UserError where it cannot."""
+    try:
+        write_to(path)
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be written ({error.strerror}); make room or choose another file") from error
+
+
+def check_memory(config: Config, device, path: Path):
+    """UserError where the keys and values of a whole context surely exceed the memory."""
+    needed, there = 8 * config.n_layer * config.n_embd * config.block_size, memory_of(device)
+    if there is not None and needed > there:
+        raise UserError(f"checkpoint {path}: its block_size of {config.block_size:,} tokens needs {needed / 2**30:,.1f} GiB "
+                        f"of memory, but {device} has {there / 2**30:,.1f}; take another checkpoint")
+
+
 def run(args):
-    check_depth_files(args)
-    model, meta = load_checkpoint(args.checkpoint, choose_device(args.device), args.kernels)
+    check_files(args)
+    device = choose_device(args.device)
+    model, meta = load_checkpoint(args.checkpoint, device, args.kernels)
     check_meta(meta, f"checkpoint {args.checkpoint}")
+    if args.export:
+        written("--export", args.export, lambda path: export_checkpoint(path, model, meta))
+        return
+    check_memory(model.config, device, args.checkpoint)
     encoding = encoding_from_meta(meta)
     rate = args.skip_rate[0] if args.skip_rate and len(args.skip_rate) == 1 else args.skip_rate
     cuts = model.cuts_for(rate, args.depth_budget, args.allocation)
@@ -271,13 +307,10 @@ def run(args):
         maps.append(DepthMap(len(model.layers)))
         tokens.append(write(model, encoding, prompt, args, cuts, args.seed + i, maps[-1]))
     texts = [spelled(sample, encoding) for sample in tokens]
-    for path, write_to in ((args.depth_json, lambda path: write_depth(path, tokens, texts, maps)),
-                           (args.depth_png, lambda path: draw_depth(path, maps, texts))):
-        try:
-            if path:
-                write_to(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror}); make room or choose another file") from error
+    if args.depth_json:
+        written("--depth_json", args.depth_json, lambda path: write_depth(path, tokens, texts, maps))
+    if args.depth_png:
+        written("--depth_png", args.depth_png, lambda path: draw_depth(path, maps, texts))
 
 
 def main(argv=None):

@@ -27,18 +27,17 @@ import time
 from pathlib import Path
 
 import prepare_data
-from prepare_data import (GPT2_META, NoRanks, Parser, UserError, check_meta, encoding_from_meta, exit_on_user_error,
-                          find_shards, forgive_output, non_negative_float, non_negative_int, number_type, path_text,
-                          path_type, positive_float, positive_int, read_meta, seed_number, skip_rates)
+from prepare_data import (GPT2_META, NoRanks, Parser, UserError, check_meta, encoding_from_meta, escaped,
+                          exit_on_user_error, find_shards, forgive_output, non_negative_float, non_negative_int, number_type,
+                          one_line, path_text, path_type, positive_float, positive_int, read_meta, seed_number, skip_rates)
 
 DEFAULT_DATA = "data/stdlib"
 LARGEST_STEP = 3600                     # seconds that one step may take; more is a slip of the finger
 DEFAULT_SKIP_RATE = "random:0.5"        # one checkpoint for every rate; see the README's table for what it costs
 MODEL_FLAGS = ("residual", "n_layer", "n_head", "n_embd", "block_size", "n_directions", "dropout")
 RUN_FLAGS = MODEL_FLAGS + ("seed", "batch_tokens", "micro_batch", "optimizer", "choose")     # a run keeps these from start to end
-
-
 PROGRESS = {"step": int, "flops": float, "best_val_loss": float}        # how far a run has come, in its checkpoint
+
 
 thread_count = number_type(int, lambda value: 1 <= value <= 1024, "a whole number from 1 to 1024")
 
@@ -144,6 +143,19 @@ def parse_args(argv=None) -> argparse.Namespace:
     return args
 
 
+def under_torchrun() -> bool:
+    """Whether torchrun has started this process, as one of WORLD_SIZE with their number in RANK."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank() -> int:
+    return int(os.environ["RANK"]) if under_torchrun() else 0
+
+
+def n_ranks() -> int:
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
+
+
 def check_args(args):
     """Refuse flags that contradict one another, and settle the micro-batch."""
     if args.n_embd % (2 * args.n_head):
@@ -172,22 +184,17 @@ def check_args(args):
     if args.fsdp and not under_torchrun():
         raise UserError("--fsdp: shares a model among processes, expected torchrun; start with: torchrun --standalone "
                         "--nproc_per_node N train.py …")
-    n_processes = int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
-    times = f" × {n_processes} processes" if n_processes > 1 else ""
-    sequences, rest = divmod(args.batch_tokens, args.block_size * n_processes)
+    sequences, rest = divmod(args.batch_tokens, args.block_size * n_ranks())
     if args.micro_batch is None and not rest:
         args.micro_batch = max(size for size in range(1, 17) if sequences % size == 0)
-    share = (args.micro_batch or 1) * args.block_size * n_processes
+    share = (args.micro_batch or 1) * args.block_size * n_ranks()
     if args.batch_tokens % share and not (args.eval_only and args.micro_batch):
         below, above = args.batch_tokens // share * share, -(-args.batch_tokens // share) * share
-        nearest = f"{below} or {above}" if below else f"{above}, or a smaller --micro_batch" if args.micro_batch else f"{above}"
-        raise UserError(f"--batch_tokens {args.batch_tokens}: expected a multiple of {'--micro_batch × ' * bool(args.micro_batch)}"
-                        f"--block_size{times} = {share}; try {nearest}")
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun has started this process, as one of WORLD_SIZE with their number in RANK."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        factors = ["--micro_batch"] * bool(args.micro_batch) + ["--block_size"] + [f"{n_ranks()} processes"] * (n_ranks() > 1)
+        nearest = [str(below)] * bool(below) + [str(above)]
+        smaller = "" if below or not args.micro_batch else ", or a smaller --micro_batch"
+        raise UserError(f"--batch_tokens {args.batch_tokens}: expected a multiple of {' × '.join(factors)} = {share}; "
+                        f"try {' or '.join(nearest)}{smaller}")
 
 
 if __name__ == "__main__":      # answer --help and mistakes in flags before the seconds that importing torch takes
@@ -211,7 +218,7 @@ from tqdm import tqdm
 import sample
 
 from model import (AboveCut, Config, ModelError, NAGTransformer, RandomShare, StaticDrop, TopShare, angle_between, choose_device,
-                   kept_count, model_from, rate_from_depth, read_checkpoint, save_checkpoint)
+                   kept_count, memory_of, model_from, rate_from_depth, read_checkpoint, replaced, save_checkpoint)
 
 # Dense bfloat16 FLOP/s as the makers state them, for the share that is reached (MFU).
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "RTX 3090": 71e12, "RTX 4090": 165e12}
@@ -227,26 +234,28 @@ def processes(device: torch.device):
     if not under_torchrun():
         yield
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
-                            device_id=device if device.type == "cuda" else None)
+    # Processes that torchrun has started anew would find the addresses of the dead in its store: each start has its own part
+    # of it. Of several nodes each counts its own starts, so these share one (see the README).
+    store, *_ = next(dist.rendezvous("env://"))
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else "0"
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore(f"start {start}", store),
+                            rank=rank(), world_size=n_ranks(), device_id=device if device.type == "cuda" else None)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def rank() -> int:
-    return int(os.environ["RANK"]) if under_torchrun() else 0
-
-
-def n_ranks() -> int:
-    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
-
-
 def tell(text: str):
     """Print, once for all processes."""
     if rank() == 0:
         print(text)
+
+
+def note(text: str):
+    """A line on standard error, once for all processes; control characters in what it repeats from a file do nothing."""
+    if rank() == 0:
+        print(one_line(f"note: {text}"), file=sys.stderr)
 
 
 def summed(values: list[float], device) -> list[float]:
@@ -401,8 +410,7 @@ def encoding_if_there(meta: dict):
     try:
         return encoding_from_meta(meta)
     except NoRanks as error:
-        if rank() == 0:
-            print(f"note: {error}. Without them there are no bits per byte and no samples.", file=sys.stderr)
+        note(f"{error}. Without them there are no bits per byte and no samples.")
         return None
 
 
@@ -613,12 +621,8 @@ class Log:
                 lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
                 kept = [line for line in lines if step and self.is_up_to(step, line)]
                 if kept != lines:               # replaced as a whole, so that a full disk harms no line
-                    shorter = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-                    try:
+                    with replaced(path) as shorter:
                         shorter.write_text("".join(kept), encoding="utf-8")
-                        os.replace(shorter, path)
-                    finally:
-                        shorter.unlink(missing_ok=True)
             self.file = path.open("a", encoding="utf-8")
 
     @staticmethod
@@ -678,8 +682,7 @@ def newest_good(out_dir: Path) -> tuple[dict, Path]:
         except ModelError as error:
             if path == found[-1]:
                 raise
-            if rank() == 0:
-                print(f"note: {error}", file=sys.stderr)
+            note(str(error))
 
 
 def put_back(path: Path, step: int):
@@ -688,20 +691,16 @@ def put_back(path: Path, step: int):
     if os.path.lexists(newest):
         os.replace(newest, f"{newest}.damaged")
     second_name(path, newest)
-    print(f"note: going on from {path}, which holds step {step}", file=sys.stderr)
+    note(f"going on from {path}, which holds step {step}")
 
 
 def second_name(path: Path, other: Path):
     """Give a file another name, too, in place of what has it now; a copy where the file system has no hard links."""
-    temporary = other.with_name(f".{other.name}.tmp-{os.getpid()}")
-    try:
+    with replaced(other) as temporary:
         try:
             os.link(path, temporary)
         except OSError:
             shutil.copyfile(path, temporary)
-        os.replace(temporary, other)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def take_flags(args, stored: dict, fixed: tuple, why: str):
@@ -730,6 +729,8 @@ def stored_flags(origin: dict, path: Path) -> dict:
     flags = {}
     for flag in vars(parser.parse_args([])).keys() & found.keys():
         value = found[flag]
+        if isinstance(value, torch.Tensor):
+            refuse(f"{flag} is a tensor")
         if flag in MODEL_FLAGS and value != origin["config"].get(flag):
             refuse(f"{flag} is {value!r}, in its config {origin['config'].get(flag)!r}")
         if isinstance(value, bool):
@@ -865,13 +866,8 @@ def check_memory(config: Config, args, device):
     tokens = args.micro_batch * args.block_size
     needed = tokens * (4 * config.n_layer * config.n_embd + 8 * config.vocab_size)
     needed += 12 * config.least_params // (n_ranks() if args.fsdp else 1)
-    if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
-    elif hasattr(os, "sysconf"):
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:
-        return                      # Windows says so at the first allocation
-    if needed > there:
+    there = memory_of(device)
+    if there is not None and needed > there:
         raise UserError(f"--n_layer {args.n_layer} --n_embd {args.n_embd} --n_directions {args.n_directions} --micro_batch "
                         f"{args.micro_batch} --block_size {args.block_size}: need {needed / 2**30:,.1f} GiB of memory or "
                         f"more, but {device} has {there / 2**30:,.1f}; lower --micro_batch, or take a smaller model")
@@ -883,13 +879,13 @@ def stop_signals(asked: list[str]):
 
     A second SIGINT interrupts. Cluster schedulers send SIGUSR1 some time before SIGTERM; Windows has no such signal.
     """
-    def note(number, frame):
+    def heard(number, frame):
         if number == signal.SIGINT and "SIGINT" in asked:
             raise KeyboardInterrupt
         asked.append(signal.Signals(number).name)
 
     known = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-    handlers = {number: signal.signal(number, note) for number in known}
+    handlers = {number: signal.signal(number, heard) for number in known}
     lost = False
     try:
         yield
@@ -1036,7 +1032,8 @@ class Run:
         """Whether the backward pass within averages gradients over the processes."""
         if self.args.fsdp:
             self.model.set_requires_gradient_sync(wanted)
-        return self.objective.no_sync() if n_ranks() > 1 and not self.args.fsdp and not wanted else contextlib.nullcontext()
+        several = isinstance(self.objective, DistributedDataParallel)
+        return self.objective.no_sync() if several and not wanted else contextlib.nullcontext()
 
     def evaluate(self) -> dict:
         """Measure the thresholds anew, and what the model is worth with them at the rates that it trains for."""
@@ -1057,14 +1054,14 @@ class Run:
 
     def save(self, written: Path | None = None):
         """Make the run as it stands, or the file that holds it already, the newest checkpoint; --keep of them stay."""
-        if rank() == 0 and self.args.keep > 1 and self.path.exists():
+        if rank() == 0:
             with self.answered(self.path):
-                second_name(self.path, self.path.with_name(f"ckpt-{self.saved:07d}.pt"))
-        if written is None:
+                if self.args.keep > 1 and self.path.exists():
+                    second_name(self.path, self.path.with_name(f"ckpt-{self.saved:07d}.pt"))
+                if written:
+                    second_name(written, self.path)
+        if not written:
             self.write(self.path)
-        elif rank() == 0:
-            with self.answered(self.path):
-                second_name(written, self.path)
         self.saved = self.step
         if rank() == 0:
             for old in checkpoints(self.args.out_dir)[self.args.keep:]:
@@ -1185,7 +1182,7 @@ def loop(run: Run, log: Log, warmup: int, encoding) -> dict:
             if encoding and args.sample_every and run.step % args.sample_every == 0 and run.progress() < 1:
                 text = sample_text(run.model, encoding, args.seed)      # by all processes: weights may be shared
                 if rank() == 0:
-                    bar.write(text)
+                    bar.write(escaped(text, keep="\n\t"))
         if run.step > run.saved:
             run.save()
     return found
@@ -1231,6 +1228,9 @@ def sample_text(model, encoding, seed: int) -> str:
     return encoding.decode(tokens[1:].numpy()).decode("utf-8", errors="replace")[:300]
 
 
+LOST_PROCESS = re.compile("connection (closed|reset|refused)|socket|nccl|gloo", re.IGNORECASE)     # PyTorch has no type for it
+
+
 def train_unless_left_alone(args):
     """Train. Where another process has ended, this one waits for that to be told, upon which torchrun ends this one, too."""
     try:
@@ -1238,11 +1238,8 @@ def train_unless_left_alone(args):
     except RuntimeError as error:
         if not under_torchrun() or not LOST_PROCESS.search(str(error)):
             raise
-        time.sleep(5)
+        time.sleep(15)
         raise UserError("another process has ended without a word; look for it above, and go on with --resume") from error
-
-
-LOST_PROCESS = re.compile("connection (closed|reset|refused)|socket|nccl|gloo", re.IGNORECASE)     # PyTorch has no type for it
 
 
 def main(argv=None):

@@ -1,6 +1,7 @@
 """What the tests share: the project on the import path, a tiny model, and a small data set of real text."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import sys
@@ -52,6 +53,18 @@ def python_text(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "text"
     prepare_data.main([str(Path(sysconfig.get_paths()["stdlib"]) / "json"),
                        str(Path(sysconfig.get_paths()["stdlib"]) / "email"), "--out_dir", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def short_text(python_text, tmp_path_factory) -> Path:
+    """The beginning of python_text, for runs that are not to learn: so little of it that thresholds are soon measured."""
+    import prepare_data
+    folder = tmp_path_factory.mktemp("short")
+    for split, n_tokens in (("train", 2048), ("val", 512)):
+        tokens = prepare_data.Shards(prepare_data.find_shards(python_text, split)).read(0, n_tokens).astype("<u2")
+        prepare_data.write_shard(folder / f"{split}_000000.bin", tokens)
+    (folder / "meta.json").write_text(json.dumps({"encoding": "bytes", "vocab_size": 257, "end_of_text": 256}))
     return folder
 
 

@@ -57,7 +57,7 @@ def soak(folder: Path, kills: int, seed: int) -> dict:
     with contextlib.redirect_stdout(None):
         prepare_data.main([str(stdlib / "json"), str(stdlib / "email"), "--out_dir", str(folder / "data")])
     dice = random.Random(seed)
-    flags = [*SHAPE, "--data", str(folder / "data"), "--steps", str(20 + 6 * kills), "--resume"]
+    flags = [*SHAPE, "--data", str(folder / "data"), "--steps", str(20 + 10 * kills), "--resume"]
 
     def start(name: str):
         return train_process([*flags, "--out_dir", folder / name], folder / f"{name}.txt")
@@ -65,7 +65,7 @@ def soak(folder: Path, kills: int, seed: int) -> dict:
     whole, out_dir, within, done = start("whole"), folder / "killed", 0, 0
     whole.join()
     bar = tqdm(total=kills, unit="kill", disable=None)
-    while done < kills:
+    while done < kills or 3 * within < kills and done < 2 * kills:      # some more where too few fell into a writing
         process = start("killed")
         wait_for_a_moment(process, out_dir, dice)
         if not process.is_alive():
@@ -92,7 +92,7 @@ def soak(folder: Path, kills: int, seed: int) -> dict:
                if '"loss"' in line] for name in ("killed", "whole")]
     if losses[0] != losses[1]:
         raise SystemExit("the log does not hold each step's loss once, in order")
-    return {"kills": kills, "while_a_checkpoint_was_written": within, "steps": found["step"],
+    return {"kills": done, "while_a_checkpoint_was_written": within, "steps": found["step"],
             "left_over": sorted(being_written(out_dir))}
 
 

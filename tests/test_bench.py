@@ -21,12 +21,18 @@ def compiled(tmp_path_factory) -> list[dict]:
     """What the compiler made of every kernel, from a process in which kernels are compiled, not interpreted."""
     folder = tmp_path_factory.mktemp("bench")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "bench.py", "--only", "kernels", "--json", str(folder / "rows.jsonl")], cwd=ROOT,
-                          env=environment | {"TRITON_CACHE_DIR": str(folder / "cache")}, capture_output=True, text=True)
-    if "triton.backends" in done.stderr or "ASTSource" in done.stderr:
-        pytest.skip(f"this Triton has another compiler interface: {done.stderr.splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    compilers = {}
+    for i, widths in enumerate((bench.WIDTHS[::2], bench.WIDTHS[1::2])):        # side by side
+        command = [sys.executable, "bench.py", "--only", "kernels", "--json", folder / f"rows{i}.jsonl", "--widths", *widths]
+        compilers[folder / f"rows{i}.jsonl"] = subprocess.Popen(
+            [str(part) for part in command], cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(folder / f"cache{i}")},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    for compiler in compilers.values():
+        error = compiler.communicate()[1]
+        if "triton.backends" in error or "ASTSource" in error:
+            pytest.skip(f"this Triton has another compiler interface: {error.splitlines()[-1]}")
+        assert compiler.returncode == 0, error
+    return [json.loads(line) for rows in compilers for line in rows.read_text().splitlines()]
 
 
 @WITHOUT_GPU

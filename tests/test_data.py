@@ -82,7 +82,7 @@ def test_a_checkpoint_holds_the_ranks_file_and_samples_without_it_and_the_data(t
 @pytest.fixture
 def finished(tmp_path, capsys):
     """A run of one step on bytes, and its data."""
-    (tmp_path / "book.txt").write_bytes(TEXT)
+    (tmp_path / "book.txt").write_bytes(b"".join(TEXT.splitlines(keepends=True)[:50]))
     prepare_data.prepare([tmp_path / "book.txt"], "bytes", tmp_path / "data")
     run("--data", tmp_path / "data", "--out_dir", tmp_path / "out", "--steps", 1)
     capsys.readouterr()
@@ -194,7 +194,8 @@ def test_training_on_four_billion_tokens_starts_soon_and_its_memory_stays_flat(t
             file.write(header)
             file.truncate(1024 + 2 * 10**9)         # sparse: takes no room
     write_meta(tmp_path)
-    flags = [str(flag) for flag in (*TINY, "--data", tmp_path, "--out_dir", tmp_path / "out", "--steps", 120, "--skip_rate", 0)]
+    flags = [str(flag) for flag in (*TINY, "--data", tmp_path, "--out_dir", tmp_path / "out", "--steps", 120, "--skip_rate", 0,
+                                 "--block_size", 128, "--micro_batch", 2)]      # few places, each of which is a page to fetch
     started = time.monotonic()
     training = subprocess.Popen([sys.executable, ROOT / "train.py", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     log, anonymous, begun = tmp_path / "out" / "log.jsonl", [], None

@@ -64,7 +64,7 @@ def offline(monkeypatch, tmp_path):
 
     def fail(url):
         asked.append(url)
-        raise ConnectionError("a long story\nof sockets")
+        raise ConnectionError("a long story\nof sockets, no network")
     monkeypatch.setattr(prepare_data, "answer", fail)
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
@@ -538,6 +538,16 @@ def server(tmp_path, monkeypatch):
                 self.wfile.write(b"only this")
             elif self.path.endswith("silence.txt"):
                 time.sleep(1)
+            elif self.path.endswith("command.txt"):
+                self.send_error(500, "\x1b[2J")
+            elif self.path.startswith("/on/"):
+                self.send_response(302)
+                self.send_header("Location", self.path.removeprefix("/on/"))
+                self.end_headers()
+            elif "%" in self.path:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(TEXT)
             else:
                 super().do_GET()
 
@@ -564,12 +574,60 @@ def test_a_url_is_downloaded_once(server, capsys):
 
 
 @pytest.mark.parametrize("name, complaint", [
-    ("cut.txt", "9 of 1,000 bytes"), ("missing.txt", "404"), ("silence.txt", "no answer")])
+    ("cut.txt", "9 of 1,000 bytes"), ("missing.txt", "404"), ("silence.txt", "no answer"),
+    ("command.txt", "500: \\x1b[2J"), ("on/http://127.0.0.1.invalid/book.txt", "127.0.0.1.invalid/book.txt, expected https"),
+    ("on/ftp://127.0.0.1/book.txt", "expected https"), ("on/file:///etc/passwd", "not allowed")])
 def test_a_download_that_fails_costs_one_line_and_leaves_nothing(server, monkeypatch, capsys, name, complaint):
     monkeypatch.setattr(prepare_data, "ANSWER_SECONDS", 0.5)
     line = refused(capsys, f"{server[1]}/{name}", "--out_dir", "out")
     assert f"{server[1]}/{name}" in line and complaint in line and "--source stdlib" in line
     assert not Path("out").exists() and not [path for path in Path("data").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("url", ["http://example.org/book.txt", "http://example.org:80/127.0.0.1", "http://localhost.org/a",
+                                 "http://localhost@example.org/a", "http://127.0.0.2/a", "http:///a", "http://", "http://[::1"])
+def test_what_would_come_by_http_is_refused_before_anybody_is_asked(tmp_path, monkeypatch, capsys, offline, url):
+    monkeypatch.chdir(tmp_path)
+    line = refused(capsys, url, "--out_dir", "out")
+    assert url in line and ("use https" in line or "no URL" in line) and not offline and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["https://example.org/book.txt", "http://localhost/a", "http://127.0.0.1:8000/a", "http://[::1]:80/a"])
+def test_https_and_this_machine_are_asked(tmp_path, monkeypatch, capsys, offline, url):
+    monkeypatch.chdir(tmp_path)
+    assert "no network" in refused(capsys, url, "--out_dir", "out") and offline == [url]
+
+
+@pytest.mark.parametrize("here, there, followed", [
+    ("https://a.org/x", "https://b.org/y", True), ("https://a.org/x", "http://a.org/x", False), ("https://a.org/x", "http://localhost/x",
+     False), ("https://a.org/x", "ftp://a.org/x", False), ("http://localhost/x", "http://127.0.0.1/y", True),
+    ("http://localhost/x", "https://a.org/x", True), ("http://localhost/x", "http://a.org/x", False)])
+def test_a_server_may_not_lead_on_to_http(here, there, followed):
+    def asked():
+        return prepare_data.SafeRedirects().redirect_request(prepare_data.urllib.request.Request(here), None, 302, "Found", {}, there)
+    if followed:
+        assert asked().full_url == there
+    else:
+        with pytest.raises(OSError, match="expected https"):
+            asked()
+
+
+def test_a_server_on_this_machine_may_lead_on_within_it(server):
+    folder, address, asked = server
+    (folder / "book.txt").write_bytes(TEXT)
+    main([f"{address}/on/{address}/book.txt", "--out_dir", "out"])
+    assert asked[1:] == ["/book.txt"] and len(read_split(Path("out"), "train"))
+
+
+@pytest.mark.parametrize("path", ["..%2f..%2f..%2fup.txt", "a/..%2f..", "a/%2e%2e/%2e%2e/", "%2fetc%2fpasswd", "..%5c..%5cup.txt",
+                                  "C:%5cup.txt", "x%00y.txt", "%1b[2J%0a.txt", "%E4%BD%A0" * 100, "a%20b.txt", "~%", "%2fup.jsonl%23"])
+def test_whatever_the_path_of_a_url_its_file_is_kept_among_the_downloads(path, server, tmp_path, capsys):
+    before = sorted(tmp_path.parent.iterdir())
+    main([f"{server[1]}/{path}", "--out_dir", "out"])
+    kept, = (found for found in Path("data").rglob("*") if found.is_file())
+    assert kept.read_bytes() == TEXT and kept.parent == prepare_data.DOWNLOADS and kept.name.isprintable()
+    assert sorted(tmp_path.parent.iterdir()) == before
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["data", "out", "served"]
 
 
 @pytest.mark.parametrize("source", ["tinyshakespeare", "fineweb-edu"])
@@ -923,7 +981,7 @@ def test_a_network_that_hangs_costs_one_line_soon(tmp_path, monkeypatch, capsys,
     monkeypatch.setattr(prepare_data, "ANSWER_SECONDS", 0.3)
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(prepare_data.urllib.request, "urlopen", lambda url, timeout: time.sleep(2))
+    monkeypatch.setattr(prepare_data.urllib.request.OpenerDirector, "open", lambda self, url, timeout: time.sleep(2))
     started = time.monotonic()
     line = refused(capsys, book, "--encoding", "gpt2", "--out_dir", tmp_path / "out")
     assert time.monotonic() - started < 1.5 and "no answer within 0.3 s" in line

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import sample
 import train
 from conftest import ROOT, fails
 from model import read_checkpoint
@@ -23,7 +24,10 @@ TINY = ["--n_layer", 2, "--n_head", 2, "--n_embd", 32, "--block_size", 32, "--mi
 
 
 def run(*flags):
-    train.main([str(flag) for flag in (*TINY, *flags)])
+    """Train a tiny model. The sample at the end is short: at its usual length it takes longer than many of these runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "main", lambda argv, main=sample.main: main([*argv, "--max_new_tokens", "20"]))
+        train.main([str(flag) for flag in (*TINY, *flags)])
 
 
 def log_of(out_dir, key):
@@ -143,20 +147,20 @@ def test_a_small_run_learns_more_than_letter_pairs_of_real_text(python_text, tmp
     """Source code as bytes: the validation loss ends below the bigram entropy of the training text."""
     data = Shards(find_shards(python_text, "train")).read(0, 300_000).astype(np.uint8).tobytes()
     unigram, bigram = entropies(data)
-    run("--data", python_text, "--out_dir", tmp_path, "--steps", 250, "--n_layer", 4, "--n_embd", 64, "--block_size", 64,
-        "--batch_tokens", 1024, "--micro_batch", 16, "--eval_every", 250, "--eval_blocks", 64, "--skip_rate", 0)
+    run("--data", python_text, "--out_dir", tmp_path, "--steps", 300, "--n_layer", 1, "--n_embd", 64, "--batch_tokens", 512,
+        "--micro_batch", 16, "--eval_every", 300, "--eval_blocks", 128, "--skip_rate", 0)
     loss, = log_of(tmp_path, "val_loss")
     assert loss < bigram - 0.05 < unigram
     assert log_of(tmp_path, "bits_per_byte") == [pytest.approx(loss / math.log(2), rel=1e-3)]
 
 
 @pytest.mark.parametrize("optimizer, tolerance", [("adamw", 1e-6), ("muon", 3e-4)])
-def test_gradient_accumulation_changes_nothing(optimizer, tolerance, python_text, tmp_path):
+def test_gradient_accumulation_changes_nothing(optimizer, tolerance, short_text, tmp_path):
     """Muon orthogonalises in bfloat16, where a last bit that differs can round the other way: hence its tolerance."""
     logs = []
     for size in (8, 2, 1):
         out = tmp_path / str(size)
-        run("--data", python_text, "--out_dir", out, "--steps", 10, "--micro_batch", size, "--optimizer", optimizer,
+        run("--data", short_text, "--out_dir", out, "--steps", 10, "--micro_batch", size, "--optimizer", optimizer,
             "--skip_rate", 0)               # a top share is one of the micro-batch, so skipping does depend on its size
         logs.append(log_of(out, "loss") + log_of(out, "grad_norm"))
     assert np.allclose(logs[0], logs[1], rtol=tolerance, atol=0) and np.allclose(logs[0], logs[2], rtol=tolerance, atol=0)
@@ -176,8 +180,8 @@ def test_training_goes_through_more_epochs_than_one_on_a_text_of_three_blocks(tm
     assert len(losses) == 60 and losses[-1] < 1.0
 
 
-def test_the_log_begins_with_all_that_is_needed_to_run_again(python_text, tmp_path):
-    run("--data", python_text, "--out_dir", tmp_path, "--steps", 2, "--optimizer", "adamw", "--skip_rate", 0)
+def test_the_log_begins_with_all_that_is_needed_to_run_again(short_text, tmp_path):
+    run("--data", short_text, "--out_dir", tmp_path, "--steps", 2, "--optimizer", "adamw", "--skip_rate", 0)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert {"command", "versions", "config", "train", "device", "parameters"} <= set(lines[0])
     assert lines[0]["config"]["alpha_scale"] == 0.7 and lines[0]["train"]["steps"] == 2
@@ -186,25 +190,25 @@ def test_the_log_begins_with_all_that_is_needed_to_run_again(python_text, tmp_pa
     assert lines[2]["mfu"] is None and lines[2]["tokens_per_s"] > 0 and "val_loss" in lines[2]
 
 
-def test_resuming_takes_learning_rates_and_weight_decay_from_the_flags(python_text, tmp_path):
-    run("--data", python_text, "--out_dir", tmp_path, "--steps", 1)
+def test_resuming_takes_learning_rates_and_weight_decay_from_the_flags(short_text, tmp_path):
+    run("--data", short_text, "--out_dir", tmp_path, "--steps", 1)
     run("--resume", "--out_dir", tmp_path, "--steps", 2, "--weight_decay", 0.7, "--matrix_learning_rate", 0.05)
     matrices = read_checkpoint(tmp_path / "ckpt.pt")["optimizer"][0]["param_groups"][0]
     assert matrices["weight_decay"] == 0.7 and matrices["initial_lr"] == 0.05
 
 
 @pytest.mark.parametrize("flag", ["--matrix_learning_rate", "--learning_rate", "--gate_learning_rate", "--weight_decay"])
-def test_a_rate_that_ruins_the_weights_in_the_last_step_is_named(flag, python_text, tmp_path, capsys):
+def test_a_rate_that_ruins_the_weights_in_the_last_step_is_named(flag, short_text, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
-        run("--data", python_text, "--out_dir", tmp_path, "--steps", 1, flag, 1e300)
+        run("--data", short_text, "--out_dir", tmp_path, "--steps", 1, flag, 1e300)
     error = capsys.readouterr().err.splitlines()[-1]
     assert stop.value.code == 2 and flag in error and "step" in error
     assert read_checkpoint(tmp_path / "ckpt.pt")["step"] == 0
 
 
-def test_a_run_that_diverges_says_so_and_leaves_its_last_checkpoint(python_text, tmp_path, capsys):
+def test_a_run_that_diverges_says_so_and_leaves_its_last_checkpoint(short_text, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
-        run("--data", python_text, "--out_dir", tmp_path, "--learning_rate", 1e38, "--gate_learning_rate", 1e30, "--steps", 20)
+        run("--data", short_text, "--out_dir", tmp_path, "--learning_rate", 1e38, "--gate_learning_rate", 1e30, "--steps", 20)
     error = capsys.readouterr().err.splitlines()[-1]            # after the bar
     assert stop.value.code == 2 and "loss is" in error and "--learning_rate" in error
     assert read_checkpoint(tmp_path / "ckpt.pt")["step"] == 0
@@ -217,9 +221,9 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path, capsys):
     assert "token 300" in fails(train.main, [*TINY, "--data", tmp_path, "--out_dir", tmp_path / "out"], capsys)
 
 
-def test_a_run_killed_before_its_first_evaluation_goes_on_as_itself(python_text, tmp_path):
-    run("--data", python_text, "--out_dir", tmp_path / "base", "--steps", 3)
-    process = start("--data", python_text, "--out_dir", tmp_path / "tuned", "--init_from", tmp_path / "base" / "ckpt.pt",
+def test_a_run_killed_before_its_first_evaluation_goes_on_as_itself(short_text, tmp_path):
+    run("--data", short_text, "--out_dir", tmp_path / "base", "--steps", 3)
+    process = start("--data", short_text, "--out_dir", tmp_path / "tuned", "--init_from", tmp_path / "base" / "ckpt.pt",
                     "--steps", 100_000, "--eval_every", 100_000)
     wait_for_step(tmp_path / "tuned", 2, process)
     process.kill()
@@ -234,23 +238,18 @@ needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++"
 
 
 @needs_compiler
-def test_training_with_skipping_compiles(python_text, tmp_path):
-    for name, flags in (("compiled", ["--compile"]), ("eager", [])):
-        run("--data", python_text, "--out_dir", tmp_path / name, "--steps", 3, "--n_layer", 1, "--skip_rate", 0.25, *flags)
-    assert np.allclose(log_of(tmp_path / "compiled", "loss"), log_of(tmp_path / "eager", "loss"), rtol=1e-3)
-
-
-@needs_compiler
-def test_compiled_runs_go_on_uncompiled_and_the_other_way_round_with_few_graphs_for_all_global_rates(python_text, tmp_path, capfd,
+def test_compiled_runs_go_on_uncompiled_and_the_other_way_round_with_few_graphs_for_all_global_rates(short_text, tmp_path, capfd,
                                                                                                                monkeypatch):
     """Global allocation has other counts of kept tokens after each evaluation, here after each step: one graph has them all."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(train, "rates_at", lambda step, args: [0.1 + 0.06 * step, 0.55 - 0.06 * step])
-    flags = ["--data", python_text, "--n_layer", 1, "--skip_rate", 0.3, "--allocation", "global", "--eval_blocks", 4]
+    flags = ["--data", short_text, "--n_layer", 1, "--skip_rate", 0.3, "--allocation", "global", "--eval_blocks", 4]
+    run(*flags, "--out_dir", tmp_path / "eager", "--steps", 6, "--no-compile")
     run(*flags, "--out_dir", tmp_path / "a", "--steps", 6, "--compile")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3     # full depth; the first counts; all that follow
     assert "recompile_limit" not in capfd.readouterr().err
+    assert np.allclose(log_of(tmp_path / "a", "loss"), log_of(tmp_path / "eager", "loss"), rtol=1e-3)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     run(*flags, "--out_dir", tmp_path / "a", "--steps", 8, "--resume", "--no-compile")
     run(*flags, "--out_dir", tmp_path / "b", "--steps", 8, "--resume", "--compile")
@@ -261,42 +260,43 @@ def test_compiled_runs_go_on_uncompiled_and_the_other_way_round_with_few_graphs_
 
 
 @pytest.mark.parametrize("asked, used", [("auto", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")])
-def test_the_type_of_the_products_is_what_was_asked_for_and_logged(asked, used, python_text, tmp_path, monkeypatch):
+def test_the_type_of_the_products_is_what_was_asked_for_and_logged(asked, used, short_text, tmp_path, monkeypatch):
     types = set()
     monkeypatch.setattr(torch.nn.functional, "gelu", lambda x, gelu=torch.nn.functional.gelu: (types.add(x.dtype), gelu(x))[1])
-    run("--data", python_text, "--out_dir", tmp_path, "--steps", 1, "--dtype", asked, "--sample_every", 100)
+    run("--data", short_text, "--out_dir", tmp_path, "--steps", 1, "--dtype", asked, "--sample_every", 100)
     assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["dtype"] == used
     assert getattr(torch, used) in types
 
 
 @pytest.mark.parametrize("rate", [0, 0.5])
-def test_the_share_of_the_peak_counts_what_was_executed_and_is_null_where_no_peak_is_known(rate, python_text, tmp_path, monkeypatch):
-    run("--data", python_text, "--out_dir", tmp_path / "cpu", "--steps", 3, "--skip_rate", rate)
+def test_the_share_of_the_peak_counts_what_was_executed_and_is_null_where_no_peak_is_known(rate, short_text, tmp_path, monkeypatch):
+    run("--data", short_text, "--out_dir", tmp_path / "cpu", "--steps", 3, "--skip_rate", rate)
     assert log_of(tmp_path / "cpu", "mfu") == [None] * 3
     monkeypatch.setattr(train, "peak_flops", lambda device: 1e6)        # so that the rounding does not show
-    run("--data", python_text, "--out_dir", tmp_path / "known", "--steps", 3, "--skip_rate", rate)
+    run("--data", short_text, "--out_dir", tmp_path / "known", "--steps", 3, "--skip_rate", rate)
     flops, speed, mfu = (log_of(tmp_path / "known", key) for key in ("flops", "tokens_per_s", "mfu"))
     assert np.allclose(np.diff([0, *flops]) * np.array(speed) / 256 / 1e6, mfu, rtol=1e-3)
     model = train.model_from(read_checkpoint(tmp_path / "known" / "ckpt.pt"))
     assert flops[0] == 3 * 256 * model.flops_per_token([1 - rate] * 4)
 
 
-def test_a_step_may_be_a_single_sequence(python_text, tmp_path):
-    run("--data", python_text, "--out_dir", tmp_path, "--steps", 2, "--micro_batch", 1, "--batch_tokens", 32)
+def test_a_step_may_be_a_single_sequence(short_text, tmp_path):
+    run("--data", short_text, "--out_dir", tmp_path, "--steps", 2, "--micro_batch", 1, "--batch_tokens", 32)
     assert log_of(tmp_path, "tokens") == [32, 64]
 
 
 @pytest.mark.parametrize("flags, factors", [
     (["--steps", 3, "--warmup_steps", 3], (1 / 3, 1)), (["--steps", 3, "--warmup_steps", 0], (1, 1)), (["--steps", 1], (1, 1)),
     (["--flop_budget", 1e-300], (1, 1)), (["--steps", 2, "--learning_rate", 0], (1, 1))])
-def test_the_edges_of_the_schedule_train_from_a_rate_above_zero(flags, factors, python_text, tmp_path):
-    run("--data", python_text, "--out_dir", tmp_path, *flags)
+def test_the_edges_of_the_schedule_train_from_a_rate_above_zero(flags, factors, short_text, tmp_path):
+    run("--data", short_text, "--out_dir", tmp_path, *flags)
     logged = log_of(tmp_path, "lr_factor")
     assert logged[0] == pytest.approx(factors[0]) and 0 < max(logged) <= factors[1]
 
 
-def test_a_run_ends_with_its_figures_a_sample_and_the_next_commands(python_text, tmp_path, capsys):
-    run("--data", python_text, "--out_dir", tmp_path, "--steps", 3, "--sample_every", 2)
+def test_a_run_ends_with_its_figures_a_sample_and_the_next_commands(short_text, tmp_path, capsys):
+    flags = [*TINY, "--data", short_text, "--out_dir", tmp_path, "--steps", 3, "--sample_every", 2]
+    train.main([str(flag) for flag in flags])
     printed = capsys.readouterr()
     for text in ("parameters", "FLOPs a token", "validation loss", "bits per byte", "python sample.py", "--resume --steps 6"):
         assert text in printed.out
@@ -317,9 +317,11 @@ def dial_of(out_dir):
 def quarter(python_text, tmp_path_factory):
     """A run that skips a quarter, and its control that skips a random quarter, at equal FLOPs."""
     folder = tmp_path_factory.mktemp("quarter")
-    for choose in ("modulator", "random"):
-        run("--data", python_text, "--out_dir", folder / choose, *SMALL, "--skip_rate", 0.25, "--flop_budget", 1.7e11,
-            "--choose", choose, "--skip_rates", "0,0.25,0.5")
+    flags = ["--data", python_text, *SMALL, "--skip_rate", 0.25, "--flop_budget", 1.7e11, "--skip_rates", "0,0.25,0.5"]
+    control = start(*flags, "--out_dir", folder / "random", "--choose", "random")       # side by side
+    run(*flags, "--out_dir", folder / "modulator", "--choose", "modulator")
+    _, error = control.communicate()
+    assert control.returncode == 0, error
     return folder
 
 
@@ -400,8 +402,8 @@ def test_a_depth_budget_is_a_skip_rate_said_in_layers(quarter, capsys):
         assert named in fails(train.main, ["--eval_only", "--out_dir", out_dir, *flags], capsys)
 
 
-def test_a_prenorm_checkpoint_can_drop_whole_layers_only(python_text, tmp_path, capsys):
-    run("--data", python_text, "--out_dir", tmp_path, "--steps", 2, "--residual", "prenorm")
+def test_a_prenorm_checkpoint_can_drop_whole_layers_only(short_text, tmp_path, capsys):
+    run("--data", short_text, "--out_dir", tmp_path, "--steps", 2, "--residual", "prenorm")
     train.main(["--eval_only", "--out_dir", str(tmp_path), "--choose", "static", "--skip_rates", "0,0.25"])
     assert dial_of(tmp_path)[-1]["kept_share"].count(None) == 1
     assert "--choose static" in fails(train.main, ["--eval_only", "--out_dir", tmp_path, "--skip_rates", "0.25"], capsys)
@@ -424,12 +426,12 @@ def test_evaluations_log_share_gain_and_angle_of_each_layer(quarter):
     assert np.allclose(list(angles.values()), log_of(quarter / "modulator", "angle")[-1], rtol=1e-3)
 
 
-def test_the_default_depth_of_a_checkpoint_is_what_it_was_trained_at(quarter, python_text, tmp_path):
+def test_the_default_depth_of_a_checkpoint_is_what_it_was_trained_at(quarter, short_text, tmp_path):
     model = train.model_from(read_checkpoint(quarter / "modulator" / "ckpt.pt"))
     assert model.default_rates.tolist() == [0.25] * 8 and model.cuts_for().cuts == model.cuts_for(0.25).cuts
     for flags, rates in (([], [0.25] * 4), (["--skip_rate", "0,0.5,0.125,0"], [0, 0.5, 0.125, 0]), (["--skip_rate", 0], [0] * 4)):
         out = tmp_path / str(rates)
-        run("--data", python_text, "--out_dir", out, "--steps", 1, *flags)
+        run("--data", short_text, "--out_dir", out, "--steps", 1, *flags)
         assert train.model_from(read_checkpoint(out / "ckpt.pt")).default_rates.tolist() == rates
 
 
@@ -475,8 +477,8 @@ def interrupted_after(steps, *flags):
 
 @pytest.mark.parametrize("flags", [["--skip_rate", 0.5, "--skip_warmup_steps", 16], ["--skip_rate", "random:0.5"],
                                    ["--choose", "random", "--skip_rate", 0.25], ["--flop_budget", 1.4e9]])
-def test_a_run_interrupted_while_it_skips_goes_on_to_the_last_bit(flags, python_text, tmp_path):
-    flags = ["--data", python_text, *flags] + ([] if "--flop_budget" in flags else ["--steps", 20])
+def test_a_run_interrupted_while_it_skips_goes_on_to_the_last_bit(flags, short_text, tmp_path):
+    flags = ["--data", short_text, *flags] + ([] if "--flop_budget" in flags else ["--steps", 20])
     run(*flags, "--out_dir", tmp_path / "whole")
     interrupted_after(7, *flags, "--out_dir", tmp_path / "parts")
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
@@ -516,22 +518,22 @@ def train_leaves(checkpoint):
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_a_run_killed_by_sigkill_goes_on_to_the_last_bit(optimizer, python_text, tmp_path):
-    flags = ["--data", python_text, "--steps", 120, "--eval_every", 20, "--dropout", 0.1, "--optimizer", optimizer]
+def test_a_run_killed_by_sigkill_goes_on_to_the_last_bit(optimizer, short_text, tmp_path):
+    flags = ["--data", short_text, "--steps", 60, "--eval_every", 10, "--dropout", 0.1, "--optimizer", optimizer]
     process = start(*flags, "--out_dir", tmp_path / "killed")
-    wait_for_step(tmp_path / "killed", 30, process)
+    wait_for_step(tmp_path / "killed", 15, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     killed_at = read_checkpoint(tmp_path / "killed" / "ckpt.pt")["step"]
-    assert 20 <= killed_at < 120
+    assert 10 <= killed_at < 60
     train.main(["--resume", "--out_dir", str(tmp_path / "killed")])             # every other flag is the run's own
     run(*flags, "--out_dir", tmp_path / "whole")
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_saves_and_ends_cleanly(number, python_text, tmp_path):
-    process = start("--data", python_text, "--steps", 100_000, "--eval_every", 100_000, "--out_dir", tmp_path)
+def test_an_interrupt_saves_and_ends_cleanly(number, short_text, tmp_path):
+    process = start("--data", short_text, "--steps", 100_000, "--eval_every", 100_000, "--out_dir", tmp_path)
     wait_for_step(tmp_path, 5, process)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
@@ -541,13 +543,13 @@ def test_an_interrupt_saves_and_ends_cleanly(number, python_text, tmp_path):
     assert log_of(tmp_path, "step")[-1] == step
 
 
-def test_a_checkpoint_is_there_at_the_end_of_a_run_too_short_for_an_evaluation(python_text, tmp_path):
-    run("--data", python_text, "--out_dir", tmp_path, "--steps", 7, "--eval_every", 2000)
+def test_a_checkpoint_is_there_at_the_end_of_a_run_too_short_for_an_evaluation(short_text, tmp_path):
+    run("--data", short_text, "--out_dir", tmp_path, "--steps", 7, "--eval_every", 2000)
     assert read_checkpoint(tmp_path / "ckpt.pt")["step"] == 7
 
 
-def test_resume_starts_where_there_is_nothing_ends_where_all_is_done_and_goes_on_with_more_steps(python_text, tmp_path, capsys):
-    flags = ["--data", python_text, "--out_dir", tmp_path, "--resume"]
+def test_resume_starts_where_there_is_nothing_ends_where_all_is_done_and_goes_on_with_more_steps(short_text, tmp_path, capsys):
+    flags = ["--data", short_text, "--out_dir", tmp_path, "--resume"]
     run(*flags, "--steps", 3)
     assert read_checkpoint(tmp_path / "ckpt.pt")["step"] == 3
     run(*flags)
@@ -557,9 +559,9 @@ def test_resume_starts_where_there_is_nothing_ends_where_all_is_done_and_goes_on
     assert log_of(tmp_path, "step") == [1, 2, 3, 4, 5]
 
 
-def test_fine_tuning_starts_from_the_weights_with_a_new_optimizer(python_text, tmp_path):
-    run("--data", python_text, "--out_dir", tmp_path / "a", "--steps", 2)
-    train.main([str(x) for x in ("--data", python_text, "--init_from", tmp_path / "a" / "ckpt.pt", "--out_dir",
+def test_fine_tuning_starts_from_the_weights_with_a_new_optimizer(short_text, tmp_path):
+    run("--data", short_text, "--out_dir", tmp_path / "a", "--steps", 2)
+    train.main([str(x) for x in ("--data", short_text, "--init_from", tmp_path / "a" / "ckpt.pt", "--out_dir",
                                  tmp_path / "b", "--steps", 1, "--learning_rate", 0, "--matrix_learning_rate", 0,
                                  "--gate_learning_rate", 0, "--batch_tokens", 256, "--micro_batch", 4, "--eval_blocks", 8)])
     a, b = read_checkpoint(tmp_path / "a" / "ckpt.pt"), read_checkpoint(tmp_path / "b" / "ckpt.pt")
@@ -567,10 +569,10 @@ def test_fine_tuning_starts_from_the_weights_with_a_new_optimizer(python_text, t
     assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
 
 
-def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(python_text, tmp_path, capsys):
-    run("--data", python_text, "--out_dir", tmp_path, "--steps", 1)
+def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(short_text, tmp_path, capsys):
+    run("--data", short_text, "--out_dir", tmp_path, "--steps", 1)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    error = fails(train.main, [*TINY, "--data", python_text, "--out_dir", tmp_path], capsys)
+    error = fails(train.main, [*TINY, "--data", short_text, "--out_dir", tmp_path], capsys)
     assert str(tmp_path) in error and "--resume" in error and "ckpt.pt" in error
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -594,15 +596,15 @@ def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(python_t
     (["--flop_budget", 1e9], "--steps"), (["--eval_only"], "ckpt.pt"), (["--seed", 10**20], "--seed"),
     (["--eval_only", "--skip_rates", "0,1"], "'1'"), (["--residual", "post"], "post"), (["--block_size", 10**7,
      "--micro_batch", 1, "--batch_tokens", 10**7], "--block_size")])
-def test_a_mistake_is_answered_in_one_line(flags, named, python_text, tmp_path, capsys):
-    base = [*TINY, "--data", python_text, "--out_dir", tmp_path / "out", "--steps", 1]
+def test_a_mistake_is_answered_in_one_line(flags, named, short_text, tmp_path, capsys):
+    base = [*TINY, "--data", short_text, "--out_dir", tmp_path / "out", "--steps", 1]
     assert named in fails(train.main, [*base, *flags], capsys)
     assert not (tmp_path / "out" / "ckpt.pt").exists()
 
 
-def test_a_file_in_place_of_the_out_dir_is_named(python_text, tmp_path, capsys):
+def test_a_file_in_place_of_the_out_dir_is_named(short_text, tmp_path, capsys):
     (tmp_path / "file").write_text("precious")
-    assert "file" in fails(train.main, [*TINY, "--data", python_text, "--out_dir", tmp_path / "file"], capsys)
+    assert "file" in fails(train.main, [*TINY, "--data", short_text, "--out_dir", tmp_path / "file"], capsys)
     assert (tmp_path / "file").read_text() == "precious"
 
 
@@ -610,13 +612,13 @@ def test_a_file_in_place_of_the_out_dir_is_named(python_text, tmp_path, capsys):
     (["--n_layer", 3], "--n_layer 2 there, 3 asked for"), (["--seed", 7], "--seed"), (["--residual", "prenorm"], "--residual nag there, prenorm asked for"),
     (["--n_embd", 64], "--n_embd 32 there, 64 asked for"), (["--n_head", 1], "--n_head"), (["--block_size", 16], "--block_size 32 there, 16"),
     (["--batch_tokens", 128], "--batch_tokens"), (["--block_size", 64, "--batch_tokens", 256], "--block_size")])
-def test_resuming_with_another_model_or_other_batches_is_refused(flags, named, python_text, tmp_path, capsys):
-    run("--data", python_text, "--out_dir", tmp_path, "--steps", 1)
+def test_resuming_with_another_model_or_other_batches_is_refused(flags, named, short_text, tmp_path, capsys):
+    run("--data", short_text, "--out_dir", tmp_path, "--steps", 1)
     assert named in fails(train.main, ["--resume", "--out_dir", tmp_path, "--steps", 2, *flags], capsys)
 
 
-def test_resuming_on_data_of_another_encoding_is_refused(python_text, tmp_path, capsys):
-    run("--data", python_text, "--out_dir", tmp_path / "out", "--steps", 1)
+def test_resuming_on_data_of_another_encoding_is_refused(short_text, tmp_path, capsys):
+    run("--data", short_text, "--out_dir", tmp_path / "out", "--steps", 1)
     other = tmp_path / "other"
     other.mkdir()
     for name in ("train", "val"):
@@ -626,10 +628,10 @@ def test_resuming_on_data_of_another_encoding_is_refused(python_text, tmp_path, 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a program that always fails")
-def test_compile_without_a_compiler_is_answered_in_one_line(python_text, tmp_path):
+def test_compile_without_a_compiler_is_answered_in_one_line(short_text, tmp_path):
     environment = {**os.environ, "CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, str(ROOT / "train.py"), *map(str, TINY), "--data", str(python_text), "--out_dir", str(tmp_path / "out"),
-               "--steps", "1", "--compile"]
+    command = [sys.executable, str(ROOT / "train.py"), *map(str, TINY), "--data", str(short_text), "--out_dir", str(tmp_path / "out"),
+               "--steps", "1", "--n_layer", "1", "--compile"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("train.py: error: --compile")
     assert "Traceback" not in done.stderr
