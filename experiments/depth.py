@@ -1,15 +1,23 @@
 """Loss, residual norm and rotation by depth: NAG and pre-norm at 3 to 24 blocks of equal width, and at 48 narrow ones, equal tokens.
 
-    python experiments/depth.py             some hours on two cores; may be interrupted and started again
+    python experiments/depth.py             some two hours on two cores; may be interrupted and started again
     python experiments/depth.py --draw      tables and plots from the logs
 """
 
-from series import Job, by_seed, last, main, plot, spread, table
+import math
+import statistics
 
-SHAPES = {3: "--n_embd 64 --n_head 2", 6: "--n_embd 64 --n_head 2", 12: "--n_embd 64 --n_head 2", 24: "--n_embd 64 --n_head 2",
-          48: "--n_embd 48 --n_head 2"}
+from series import Job, by_seed, last, main, plot, spread, subtract, table, verdict
+
+NARROW = 48                             # so deep that it has to be narrower to fit in some minutes
+BLOCKS = (3, 6, 12, 24, NARROW)
 ARMS = {"nag": "--residual nag --skip_rate 0", "prenorm": "--residual prenorm"}
+OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
 SEEDS = (1, 2, 3)
+
+
+def width(blocks: int) -> int:
+    return 48 if blocks == NARROW else 64
 
 
 def name(arm: str, optimizer: str, blocks: int) -> str:
@@ -18,54 +26,79 @@ def name(arm: str, optimizer: str, blocks: int) -> str:
 
 def jobs(scale: str) -> list[Job]:
     def job(arm, optimizer, blocks, seed):
-        shape = f"--n_layer {blocks} " + (SHAPES[blocks] + " --steps 500" if scale == "laptop" else "")
-        return Job(f"{name(arm, optimizer, blocks)}-seed{seed}", f"{ARMS[arm]} --optimizer {optimizer} {shape} --seed {seed} "
-                   f"--skip_rates 0 --eval_every 100000", evaluations=("experiments/measure_stream.py",))
+        shape = f" --n_embd {width(blocks)} --n_head 2 --steps 500" if scale == "laptop" else ""
+        return Job(f"{name(arm, optimizer, blocks)}-seed{seed}", f"{ARMS[arm]} --optimizer {optimizer} --n_layer {blocks}{shape} "
+                   f"--seed {seed} --skip_rates 0 --eval_every 100000", evaluations=("experiments/measure_stream.py",))
     if scale == "smoke":
-        return [job(arm, "muon", blocks, 1) for arm in ARMS for blocks in (3, 6)]
-    return [job(arm, optimizer, blocks, seed) for seed in SEEDS for optimizer in ("muon", "adamw") for blocks in SHAPES for arm in ARMS]
+        return [job("nag", "muon", 3, 1), job("prenorm", "muon", 6, 1)]
+    return [job(arm, optimizer, blocks, seed) for seed in SEEDS for optimizer in OPTIMIZERS for blocks in BLOCKS for arm in ARMS]
+
+
+def losses(logs: dict, arm: str, optimizer: str, blocks: int) -> list[float]:
+    return by_seed(logs, name(arm, optimizer, blocks), lambda log: last(log, "val_loss"))
+
+
+def gaps(logs: dict, optimizer: str, blocks: int) -> list[float]:
+    """How far NAG is ahead."""
+    return subtract(losses(logs, "prenorm", optimizer, blocks), losses(logs, "nag", optimizer, blocks))
+
+
+def stream(logs: dict, arm: str, optimizer: str, blocks: int, value) -> list:
+    """value(what measure_stream.py found) of each seed."""
+    return by_seed(logs, name(arm, optimizer, blocks), lambda log: value(last(log, "stream")))
+
+
+def late_turn(found: dict) -> float:
+    """Mean angle, in degrees, of a layer of the last quarter."""
+    return statistics.mean(found["angle"][-max(1, len(found["angle"]) // 4):])
+
+
+def growth(found: dict) -> float:
+    """The residual's norm after the last layer, in units of that after the embedding."""
+    return found["norm"][-1] / found["norm"][0]
 
 
 def draw(logs: dict, args):
-    rows, lines = [], {}
-    for optimizer in ("muon", "adamw"):
-        for blocks in SHAPES:
-            losses = {arm: by_seed(logs, name(arm, optimizer, blocks), lambda log: last(log, "val_loss")) for arm in ARMS}
-            if all(losses.values()):
-                gaps = [prenorm - nag for nag, prenorm in zip(losses["nag"], losses["prenorm"])]
-                rows.append([optimizer, f"{blocks}, {'d = 48' if blocks == 48 else 'd = 64'}", spread(losses["nag"]),
-                             spread(losses["prenorm"]), spread(gaps), min(map(len, losses.values()))])
-        for arm in ARMS:
-            lines[f"{arm}, {optimizer}"] = (list(SHAPES), [by_seed(logs, name(arm, optimizer, blocks), lambda log: last(log, "val_loss"))
-                                                           if blocks != 48 else [] for blocks in SHAPES])
-    print(table(args.results / "depth.md", ["optimizer", "blocks", "NAG", "pre-norm", "pre-norm − NAG", "seeds"], rows))
-    plot(args.results / "depth.png", lines, "blocks", "validation loss, nats a byte", log_x=True)
-    draw_stream(logs, args)
-
-
-def draw_stream(logs: dict, args):
-    rows = []
+    rows = [[optimizer, blocks, width(blocks), spread(losses(logs, "nag", optimizer, blocks)),
+             spread(losses(logs, "prenorm", optimizer, blocks)), spread(gap), len(gap)]
+            for optimizer in OPTIMIZERS for blocks in BLOCKS if (gap := gaps(logs, optimizer, blocks))]
+    print(table(args.results / "depth.md", ["optimizer", "blocks", "width", "NAG", "pre-norm", "pre-norm − NAG", "seeds"], rows))
+    wide = [blocks for blocks in BLOCKS if blocks != NARROW]
+    plot(args.results / "depth.png", {f"{arm}, {optimizer}": (wide, [losses(logs, arm, optimizer, blocks) for blocks in wide])
+                                      for optimizer in OPTIMIZERS for arm in ARMS}, "blocks", "validation loss, nats a byte", log_x=True)
     for key, y in (("norm", "RMS of the residual"), ("angle", "turned by the layer, degrees"),
                    ("from_embedding", "turned since the embedding, degrees")):
         lines = {}
         for arm in ARMS:
             for blocks in (12, 24):
-                found = by_seed(logs, name(arm, "muon", blocks), lambda log: last(log, "stream")[key])
-                if found:
-                    lines[f"{arm}, {blocks} blocks"] = (list(range(len(found[0]))), [list(values) for values in zip(*found)])
+                by_layer = list(zip(*stream(logs, arm, "muon", blocks, lambda found: found[key])))
+                lines[f"{arm}, {blocks} blocks"] = (list(range(len(by_layer))), by_layer)
         plot(args.results / f"{key}.png", lines, "layer", y)
-    for optimizer in ("muon", "adamw"):
-        for blocks in SHAPES:
-            for arm in ARMS:
-                found = by_seed(logs, name(arm, optimizer, blocks), lambda log: last(log, "stream"))
-                if found:
-                    late = max(1, len(found[0]["angle"]) // 4)
-                    rows.append([optimizer, blocks, arm, spread([each["norm"][-1] for each in found]),
-                                 spread([each["norm"][-1] / each["norm"][0] for each in found]),
-                                 spread([sum(each["angle"][-late:]) / late for each in found]),
-                                 spread([each["from_embedding"][-1] for each in found])])
-    print(table(args.results / "stream.md", ["optimizer", "blocks", "arm", "norm at the end", "÷ norm of the embedding",
+    rows = [[optimizer, blocks, arm, *(spread(stream(logs, arm, optimizer, blocks, value), 2) for value in (
+             lambda found: found["norm"][-1], growth, late_turn, lambda found: found["from_embedding"][-1]))]
+            for optimizer in OPTIMIZERS for blocks in BLOCKS for arm in ARMS if losses(logs, arm, optimizer, blocks)]
+    print(table(args.results / "stream.md", ["optimizer", "blocks", "arm", "RMS at the end", "÷ RMS of the embedding",
                                              "turn of a layer of the last quarter, °", "turned since the embedding, °"], rows))
+
+
+def claims(logs: dict) -> list[list[str]]:
+    rows = []
+    for optimizer, its_name in OPTIMIZERS.items():
+        ahead = {blocks: gaps(logs, optimizer, blocks) for blocks in (3, 24)}
+        grown = subtract(ahead[24], ahead[3])
+        rows += [[f"NAG is ahead at 24 blocks, {its_name}", "ahead", f"by {spread(ahead[24])}", verdict(ahead[24])],
+                 [f"the gap grows with depth, {its_name}", "grows", f"{spread(ahead[3])} at 3 blocks, {spread(ahead[24])} at 24",
+                  verdict(grown)]]
+    grown, late = ([stream(logs, arm, "muon", 24, value) for arm in ("prenorm", "nag")] for value in (growth, late_turn))
+    turned = [stream(logs, arm, "muon", 24, lambda found: found["from_embedding"][-1]) for arm in ("prenorm", "nag")]
+    return rows + [
+        ["the baseline's residual norm grows more, 24 blocks", "up to 120 × larger",
+         f"× {spread(grown[0], 2)} from the embedding to the end; NAG × {spread(grown[1], 2)}",
+         verdict([math.log(prenorm / nag) for prenorm, nag in zip(*grown)])],
+        ["late layers turn the direction less in the baseline, 24 blocks", "hardly turn it",
+         f"{spread(late[0], 1)}° a layer of the last quarter; NAG {spread(late[1], 1)}°", verdict(subtract(late[1], late[0]))],
+        ["NAG turns further from the embedding, 24 blocks", "stays meaningful at depth",
+         f"{spread(turned[0], 1)}° in the baseline; NAG {spread(turned[1], 1)}°", verdict(subtract(turned[1], turned[0]))]]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,37 @@
 """One checkpoint at any depth: loss against executed FLOPs, of checkpoints trained in several ways, equal steps.
 
-    python experiments/dial.py              some hours on two cores; may be interrupted and started again
+    python experiments/dial.py              two hours on two cores; may be interrupted and started again
     python experiments/dial.py --draw       tables and plots from the logs
 """
 
-from series import Job, by_seed, main, plot, spread, table
+import statistics
+from typing import NamedTuple
 
-TRAINED = {"full": "--skip_rate 0", "quarter": "--skip_rate 0.25", "random-0.5": "--skip_rate random:0.5",
-           "random-0.8": "--skip_rate random:0.8", "prenorm": "--residual prenorm"}
+from series import Job, by_seed, main, plot, spread, subtract, table, verdict
+
+
+class Training(NamedTuple):
+    """A way to train, and at laptop size a shape or length of its own."""
+
+    flags: str
+    laptop: str = ""
+    changes: str = ""           # of variant.py
+
+
+DEEP, LONG = "--n_layer 24 --n_embd 64 --n_head 2", "--steps 2100"
+TRAINED = {
+    "full": Training("--skip_rate 0"),
+    "quarter": Training("--skip_rate 0.25"),
+    "random-0.5": Training("--skip_rate random:0.5"),
+    "random-0.8": Training("--skip_rate random:0.8"),
+    "random-0.8-low": Training("--skip_rate random:0.8", changes="rate_power=2"),
+    "prenorm": Training("--residual prenorm"),
+    "full-deep": Training("--skip_rate 0", DEEP),
+    "random-0.5-deep": Training("--skip_rate random:0.5", DEEP),
+    "full-long": Training("--skip_rate 0", LONG),
+    "random-0.5-long": Training("--skip_rate random:0.5", LONG),
+}
+SAID = {"": "8 blocks, 700 steps", "-deep": "24 blocks", "-long": "2100 steps"}
 RATES = (0.0, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7)
 DIAL = "--skip_rates " + ",".join(f"{rate:g}" for rate in RATES)
 # (allocation, chosen by): per-layer and global thresholds, and the controls
@@ -17,31 +41,61 @@ SEEDS = (1, 2, 3)
 
 
 def jobs(scale: str) -> list[Job]:
-    trained = {"quarter": TRAINED["quarter"], "prenorm": TRAINED["prenorm"]} if scale == "smoke" else TRAINED
-    return [Job(f"{name}-seed{seed}", f"{flags} --seed {seed} --skip_rates 0 --eval_every 100000",
-                evaluations=tuple(way for (_, choose), way in WAYS.items() if name != "prenorm" or choose == "static"))
-            for seed in SEEDS[:1 if scale == "smoke" else None] for name, flags in trained.items()]
+    trained, seeds = TRAINED, SEEDS
+    if scale == "smoke":
+        trained, seeds = {name: TRAINED[name] for name in ("random-0.8-low", "prenorm")}, SEEDS[:1]
+    elif scale != "laptop":         # deep and long themselves
+        trained = {name: each for name, each in TRAINED.items() if not each.laptop}
+    return [Job(f"{name}-seed{seed}", f"{flags} {laptop if scale == 'laptop' else ''} --seed {seed} --skip_rates 0 --eval_every 100000",
+                changes=changes, evaluations=tuple(way for (_, choose), way in WAYS.items() if name != "prenorm" or choose == "static"))
+            for seed in seeds for name, (flags, laptop, changes) in trained.items()]
+
+
+def found(logs: dict, name: str, rate: float, key: str = "val_loss", way=("per_layer", "modulator")) -> list[float]:
+    """What each seed's checkpoint gave at a rate."""
+    def value(log):
+        return [dial[key] for entry in log if (dial := entry.get("dial"))
+                and (dial["allocation"], dial["choose"], dial["skip_rate"]) == (*way, rate)][-1:]
+    return sum(by_seed(logs, name, value), [])
 
 
 def draw(logs: dict, args):
     rows, lines = [], {}
     for name in TRAINED:
-        for allocation, choose in WAYS:
-            def found(rate, key):
-                return by_seed(logs, name, lambda log: [entry["dial"][key] for entry in log if "dial" in entry
-                                                        and entry["dial"]["skip_rate"] == rate and entry["dial"]["choose"] == choose
-                                                        and entry["dial"]["allocation"] == allocation][-1:])
-            losses, flops = ([[value for values in found(rate, key) for value in values] for rate in RATES]
-                             for key in ("val_loss", "flops_share"))
+        for way in WAYS:
+            losses, flops = ([found(logs, name, rate, key, way) for rate in RATES] for key in ("val_loss", "flops_share"))
             if any(losses):
-                rows.append([name, f"{choose}{', global' * (allocation == 'global')}", *map(spread, losses), max(map(len, losses))])
-                lines[f"{name}, {choose}{', global' * (allocation == 'global')}"] = (
-                    [sum(each) / len(each) if each else None for each in flops], losses)
+                label = f"{way[1]}{', global' * (way[0] == 'global')}"
+                rows.append([name, label, *map(spread, losses), max(map(len, losses))])
+                lines[f"{name}, {label}"] = ([statistics.mean(each) if each else None for each in flops], losses)
     print(table(args.results / "dial.md", ["trained", "chosen by", *(f"{rate:g}" for rate in RATES), "seeds"], rows))
-    plot(args.results / "dial.png", {label: line for label, line in lines.items() if label.endswith(("modulator", "prenorm, static"))},
-         "executed FLOPs, share of full depth", "validation loss, nats a byte", title="per-layer thresholds")
-    plot(args.results / "dial-ways.png", {label: line for label, line in lines.items() if label.startswith("random-0.5")},
-         "executed FLOPs, share of full depth", "validation loss, nats a byte", title="trained at random:0.5")
+    x, y = "executed FLOPs, share of full depth", "validation loss, nats a byte"
+    usual = ("full, modulator", "quarter, modulator", "random-0.5, modulator", "random-0.8, modulator", "prenorm, static")
+    plot(args.results / "dial.png", {label: lines[label] for label in usual if label in lines}, x, y)
+    plot(args.results / "dial-ways.png", {label: line for label, line in lines.items() if label.startswith("random-0.5,")}, x, y)
+
+
+def claims(logs: dict) -> list[list[str]]:
+    rows = []
+    for kind, said in SAID.items():
+        full, random = f"full{kind}", f"random-0.5{kind}"
+        lost = subtract(found(logs, random, 0.4), found(logs, random, 0.0))
+        without = subtract(found(logs, full, 0.4), found(logs, full, 0.0))
+        gain = subtract(without, lost)
+        cost = subtract(found(logs, random, 0.0), found(logs, full, 0.0))
+        rows.append([f"a random-rate checkpoint loses less to 40 % skipped than a full-depth one, {said}", "– (ours)",
+                     f"{spread(lost)} lost from 0 to 40 %, and {spread(cost)} against full-depth training at full depth; that loses "
+                     f"{spread(without)} to 40 %", verdict(gain)])
+    for name, said in (("full", "full-depth"), ("random-0.5", "random-rate")):
+        worse = subtract(found(logs, name, 0.25, way=("per_layer", "random")), found(logs, name, 0.25))
+        whole = subtract(found(logs, name, 0.25, way=("per_layer", "static")), found(logs, name, 0.25))
+        rows.append([f"a quarter chosen by the modulator, of a {said} checkpoint, beats chance and dropping whole layers",
+                     "a dial after training", f"chance loses {spread(worse)} more, whole layers {spread(whole)}", verdict(worse + whole)])
+    per_layer = found(logs, "full", 0.25)
+    prenorm = subtract(found(logs, "prenorm", 0.25, way=("per_layer", "static")), found(logs, "prenorm", 0.0, way=("per_layer", "static")))
+    loses = subtract(per_layer, found(logs, "full", 0.0))
+    return rows + [["full-depth NAG loses less at a quarter than the baseline with whole layers left out", "a dial after training",
+                    f"{spread(loses)}; baseline {spread(prenorm)}", verdict(subtract(prenorm, loses))]]
 
 
 if __name__ == "__main__":

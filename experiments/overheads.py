@@ -1,21 +1,21 @@
 """What NAG costs beside pre-norm: parameters, FLOPs, time of a training step, memory held for the backward pass; NAG ÷ pre-norm.
 
-    python experiments/overheads.py         a few minutes; steps of both arms in turn
+    python experiments/overheads.py         a few minutes with the machine to itself; steps of both arms in turn
     python experiments/overheads.py --draw  the table from the log
 """
 
 import json
 import statistics
-import sys
 import time
 
-from series import ROOT, parse_args, table  # noqa: F401  (ROOT is on the path by now)
+from series import parse_args, rounded, table        # which has the project's own folder on the path
 
 import torch
 
 from model import Config, NAGTransformer
 
-SHAPES = {"laptop": ((8, 128, 4, 15), (6, 384, 6, 7)), "smoke": ((2, 32, 2, 2),)}         # blocks, width, heads, pairs of steps
+# Blocks, width, heads, directions, pairs of steps; where there are none, parameters and FLOPs alone.
+SHAPES = {"laptop": ((8, 128, 4, 16, 15), (6, 384, 6, 16, 7), (12, 768, 12, 32, 0), (24, 1024, 16, 32, 0)), "smoke": ((2, 32, 2, 16, 2),)}
 
 
 def held(model, tokens) -> int:
@@ -43,37 +43,62 @@ def step_seconds(model, optimizers, tokens) -> float:
     return time.perf_counter() - started
 
 
-def measure(n_layer: int, n_embd: int, n_head: int, pairs: int) -> dict:
+def measure(blocks: int, width: int, heads: int, directions: int, pairs: int) -> dict:
     torch.manual_seed(1)
+    with torch.device("cpu" if pairs else "meta"):
+        nag, prenorm = arms = [NAGTransformer(Config(n_layer=blocks, n_embd=width, n_head=heads, n_directions=directions, residual=residual))
+                               for residual in ("nag", "prenorm")]
+    found = {"blocks": blocks, "width": width, "directions": directions, "parameters": nag.num_params() / prenorm.num_params(),
+             "flops": nag.flops_per_token() / prenorm.flops_per_token()}
+    if not pairs:
+        return found
     tokens = torch.randint(257, (16, 257))
-    arms = [NAGTransformer(Config(n_layer=n_layer, n_embd=n_embd, n_head=n_head, residual=residual)) for residual in ("nag", "prenorm")]
     optimizers = [arm.configure_optimizers() for arm in arms]
     ratios = []
     for turn in range(pairs + 1):
         seconds = [step_seconds(arm, its, tokens) for arm, its in zip(arms, optimizers)]
         ratios += [seconds[0] / seconds[1]] if turn else []         # the first warms up
-    return {"blocks": n_layer, "width": n_embd, "pairs": pairs, "parameters": arms[0].num_params() / arms[1].num_params(),
-            "flops": arms[0].flops_per_token() / arms[1].flops_per_token(), "step_time": statistics.median(ratios),
-            "step_time_range": [min(ratios), max(ratios)], "memory": held(arms[0], tokens) / held(arms[1], tokens)}
+    return found | {"memory": held(nag, tokens) / held(prenorm, tokens), "step_time": ratios}
+
+
+def draw(log: list[dict], args):
+    rows = []
+    for found in log:
+        times = found.get("step_time")
+        rows.append([found["blocks"], found["width"], found["directions"], f"{found['parameters']:.3f}", f"{found['flops']:.3f}",
+                     f"{statistics.median(times):.3f} ({min(times):.3f} to {max(times):.3f}, {len(times)} pairs)" if times else "–",
+                     f"{found['memory']:.3f}" if times else "–"])
+    print(table(args.results / "overheads.md", ["blocks", "width", "directions", "parameters", "FLOPs", "time of a step",
+                                                "memory for the backward pass"], rows))
+
+
+def claims(log: list[dict]) -> list[list[str]]:
+    timed, large = [found for found in log if "step_time" in found], log[-1]
+    medians = [statistics.median(found["step_time"]) for found in timed]
+    return [["parameters and FLOPs of the modulators are negligible", "negligible",
+             f"{large['parameters'] - 1:+.1%} parameters, {large['flops'] - 1:+.1%} FLOPs at width {large['width']}",
+             "seen" if max(large["parameters"], large["flops"]) < 1.01 else "not seen at this size"],
+            ["the update costs no time of note", "easily fused", "a CPU's step × " + " and ".join(
+                f"{median:.2f} at width {found['width']}" for median, found in zip(medians, timed)) + "; fused kernels not yet timed",
+             "seen" if max(medians) < 1.01 else "not seen at this size"]]
+
+
+def read_log(args) -> list[dict]:
+    path = args.logs / "overheads.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main(argv=None):
     args = parse_args(__doc__.splitlines()[0], argv)
-    path = args.logs / "overheads.jsonl"
     if args.print_commands:
         print("python experiments/overheads.py")
         return
     if not args.draw:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps({key: value for key, value in measure(*shape).items()}) + "\n" for shape in SHAPES[args.scale]))
-    rows = []
-    for found in map(json.loads, path.read_text().splitlines()):
-        low, high = found["step_time_range"]
-        rows.append([f"{found['blocks']}, d = {found['width']}", f"{found['parameters']:.3f}", f"{found['flops']:.3f}",
-                     f"{found['step_time']:.3f} ({low:.3f}–{high:.3f}, {found['pairs']} pairs)", f"{found['memory']:.3f}"])
-    args.results.mkdir(parents=True, exist_ok=True)
-    print(table(args.results / "overheads.md", ["blocks", "parameters", "FLOPs", "step time", "memory for the backward pass"], rows))
+        args.logs.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(rounded(measure(*shape))) for shape in SHAPES[args.scale]]
+        (args.logs / "overheads.jsonl").write_text("\n".join(lines) + "\n")
+    draw(read_log(args), args)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,15 +1,18 @@
 """What the experiments share: series of runs of train.py that may be killed and started again, their logs and tables.
 
 A run is in the making in runs/EXPERIMENT/NAME; when it is finished a short form of its log goes to
-experiments/logs/EXPERIMENT/NAME.jsonl, from which all tables and plots are drawn.
+experiments/logs/EXPERIMENT/NAME.jsonl. From these all tables and plots in experiments/results are drawn.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +25,7 @@ ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
 import prepare_data  # noqa: E402  (after the path is set)
+from model import replaced  # noqa: E402
 
 # The flags of every run at each size. At laptop size a run takes some minutes on one core.
 SCALES = {
@@ -33,6 +37,7 @@ SCALES = {
             "--eval_blocks 2048 --steps 13500 --warmup_steps 350",
 }
 ON_GPUS = "torchrun --standalone --nproc_per_node 8"
+NOT_YET = "too few runs"
 
 
 class Job(NamedTuple):
@@ -71,9 +76,13 @@ def parse_args(description: str, argv=None) -> argparse.Namespace:
     parser.add_argument("--print_commands", action="store_true", help="print what to run on 8 GPUs, for 124M and 350M parameters")
     parser.add_argument("--data", type=prepare_data.path_type, default=ROOT / "data", help="folder with a folder for each text")
     parser.add_argument("--runs", type=prepare_data.path_type, default=ROOT / "runs", help="folder for runs in the making")
-    parser.add_argument("--logs", type=prepare_data.path_type, default=HERE / "logs", help="folder of the finished runs' logs")
-    parser.add_argument("--results", type=prepare_data.path_type, default=HERE / "results", help="folder for tables and plots")
-    return parser.parse_args(argv)
+    parser.add_argument("--out_dir", type=prepare_data.path_type, default=None,
+                        help="folder for logs/ and results/; None: experiments/, for a smoke test runs/smoke/")
+    args = parser.parse_args(argv)
+    args.runs = args.runs / args.scale
+    out_dir = args.out_dir or (HERE if args.scale == "laptop" else args.runs)
+    args.logs, args.results = out_dir / "logs", out_dir / "results"
+    return args
 
 
 def main(experiment: str, description: str, jobs, draw, argv=None):
@@ -85,15 +94,17 @@ def main(experiment: str, description: str, jobs, draw, argv=None):
     if args.print_commands:
         print_commands(jobs)
         return
-    prepare_data.exit_on_user_error(run_and_draw, experiment, jobs(args.scale), draw, args)
+    try:
+        prepare_data.exit_on_user_error(run_and_draw, experiment, jobs(args.scale), draw, args)
+    except KeyboardInterrupt:
+        print(f"{experiment}: stopped; the same command goes on", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def run_and_draw(experiment: str, jobs: list[Job], draw, args):
     if not args.draw:
         run_all(experiment, jobs, args)
-    logs = {job.name: log for job in jobs if (log := finished_log(args.logs / experiment / f"{job.name}.jsonl", job, args.scale))}
-    args.results.mkdir(parents=True, exist_ok=True)
-    draw(logs, args)
+    draw(finished_logs(experiment, jobs, args), args)
 
 
 def print_commands(jobs):
@@ -104,39 +115,79 @@ def print_commands(jobs):
                 print(ON_GPUS, *words)
 
 
+class Children:
+    """The programs that are running. To stop ends them, and lets no other begin; train.py saves before it ends."""
+
+    def __init__(self):
+        self.running, self.lock, self.stopped = set(), threading.Lock(), False
+
+    def run(self, words: list[str]):
+        """Run a program of this project to its end. UserError with its last line where it fails."""
+        with self.lock:
+            if self.stopped:
+                raise KeyboardInterrupt
+            child = subprocess.Popen([sys.executable, *words, "--threads", "1"], cwd=ROOT, stdout=subprocess.DEVNULL,
+                                     stderr=subprocess.PIPE, text=True)
+            self.running.add(child)
+        error = child.communicate()[1]
+        self.running.discard(child)
+        if self.stopped:
+            raise KeyboardInterrupt
+        if child.returncode:
+            raise prepare_data.UserError(f"{' '.join(words)}: ended with status {child.returncode}: "
+                                         f"{(error.splitlines() or ['without a word'])[-1]}")
+
+    def stop(self):
+        with self.lock:
+            self.stopped = True
+            for child in self.running:
+                child.terminate()
+
+
 def run_all(experiment: str, jobs: list[Job], args):
     """Do what is not done: a finished run has its log, an unfinished one goes on from its checkpoint."""
-    begun, folder = time.monotonic(), args.logs / experiment
-    to_do = [job for job in jobs if finished_log(folder / f"{job.name}.jsonl", job, args.scale) is None]
+    begun, children = time.monotonic(), Children()
+    done = finished_logs(experiment, jobs, args)
+    to_do = [job for job in jobs if job.name not in done]
     for text in sorted({job.text for job in to_do}):
         if not (args.data / text).exists():
             prepare_data.main(["--source", text, "--out_dir", str(args.data / text)])
-    bar = tqdm(total=len(jobs), initial=len(jobs) - len(to_do), unit="run", desc=experiment, dynamic_ncols=True)
+    bar = tqdm(total=len(jobs), initial=len(done), unit="run", desc=experiment, dynamic_ncols=True)
 
     def run(job: Job):
         if args.seconds is None or time.monotonic() - begun < args.seconds:
-            run_one(job, args, args.runs / experiment / job.name, folder / f"{job.name}.jsonl")
+            loss = run_one(job, args, children, args.runs / experiment / job.name, log_path(experiment, job, args))
+            bar.set_postfix_str(f"{job.name}: {loss:.4f}")
             bar.update()
 
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
     with bar, ThreadPoolExecutor(args.at_once) as pool:
-        list(pool.map(run, to_do))
+        try:
+            for waited in [pool.submit(run, job) for job in to_do]:
+                waited.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            children.stop()
+            raise
 
 
-def run_one(job: Job, args, out_dir: Path, log: Path):
-    """Train, evaluate, and leave the log."""
+def run_one(job: Job, args, children: Children, out_dir: Path, log: Path) -> float:
+    """Train, evaluate, and leave the log. Returns the validation loss."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     training, *evaluations = job.commands(args.scale, os.path.relpath(args.data, ROOT), os.path.relpath(out_dir, ROOT))
     for words in ([*training, "--resume"], *evaluations):
-        done = subprocess.run([sys.executable, *words, "--threads", "1"], cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise prepare_data.UserError(f"{' '.join(words)}: ended with status {done.returncode}: "
-                                         f"{(done.stderr.splitlines() or ['without a word'])[-1]}")
+        children.run(words)
     entries = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
-    last = max((entry.get("step", 0) for entry in entries))
-    kept = [entry for entry in entries if "loss" not in entry or "val_loss" in entry or entry["step"] % 20 == 0 or entry["step"] == last]
+    last_step = max(entry.get("step", 0) for entry in entries)
+    kept = [entry for entry in entries if "loss" not in entry or entry["step"] % 20 == 0 or entry["step"] == last_step]
     log.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(rounded(entry)) for entry in (*kept, {"finished": job.commands(args.scale, "data", "runs")})]
-    log.write_text("\n".join(lines) + "\n")
+    with replaced(log) as whole:
+        whole.write_text("\n".join(lines) + "\n")
+    return last(kept, "val_loss")
 
 
 def rounded(value):
@@ -148,10 +199,19 @@ def rounded(value):
     return [rounded(item) for item in value] if isinstance(value, list) else value
 
 
-def finished_log(path: Path, job: Job, scale: str) -> list[dict] | None:
-    """The entries of a run's log, if it is finished and was run as the job says now."""
-    entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return entries if entries and entries[-1].get("finished") == job.commands(scale, "data", "runs") else None
+def log_path(experiment: str, job: Job, args) -> Path:
+    return args.logs / experiment / f"{job.name}.jsonl"
+
+
+def finished_logs(experiment: str, jobs: list[Job], args) -> dict[str, list[dict]]:
+    """By name the entries of each log of a run that is finished, and was run as the job says now."""
+    logs = {}
+    for job in jobs:
+        with contextlib.suppress(FileNotFoundError):
+            entries = [json.loads(line) for line in log_path(experiment, job, args).read_text().splitlines()]
+            if entries[-1].get("finished") == job.commands(args.scale, "data", "runs"):
+                logs[job.name] = entries
+    return logs
 
 
 def last(log: list[dict], key: str):
@@ -159,24 +219,41 @@ def last(log: list[dict], key: str):
     return next(entry[key] for entry in reversed(log) if key in entry)
 
 
-def spread(values: list[float]) -> str:
-    """Mean and half the range: 1.234 ± 0.005."""
+def by_seed(logs: dict, name: str, value, seeds=(1, 2, 3)) -> list[float]:
+    """value(log) of each seed's run that is finished; runs are named NAME-seedN."""
+    return [value(logs[f"{name}-seed{seed}"]) for seed in seeds if f"{name}-seed{seed}" in logs]
+
+
+def subtract(these: list[float], those: list[float]) -> list[float]:
+    """Seed by seed."""
+    return [this - that for this, that in zip(these, those)]
+
+
+def spread(values: list[float], digits: int = 4) -> str:
+    """Mean and half the range over seeds: 1.2345 ± 0.0050."""
     if not values:
         return "–"
     half = (max(values) - min(values)) / 2
-    return f"{statistics.mean(values):.4f}" + (f" ± {half:.4f}" if len(values) > 1 else "")
+    return f"{statistics.mean(values):.{digits}f}" + (f" ± {half:.{digits}f}" if len(values) > 1 else "")
+
+
+def verdict(differences: list[float]) -> str:
+    """What is to be said of a claim that these numbers, one a seed, are above 0.
+
+    It is seen only where their mean is larger than their whole range, three seeds at least; opposite where it is below 0 by as much.
+    """
+    if len(differences) < 3:
+        return NOT_YET
+    mean, width = statistics.mean(differences), max(differences) - min(differences)
+    return "seen" if mean > width else "opposite" if mean < -width else "not seen at this size"
 
 
 def table(path: Path, head: list[str], rows: list[list]) -> str:
     """Write a Markdown table, and return it."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in (head, ["---"] * len(head), *rows)]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     return "\n".join(lines)
-
-
-def by_seed(logs: dict, name: str, value, seeds=(1, 2, 3)) -> list[float]:
-    """value(log) of each seed's run that is finished; runs are named NAME-seedN."""
-    return [value(logs[f"{name}-seed{seed}"]) for seed in seeds if f"{name}-seed{seed}" in logs]
 
 
 def plot(path: Path, lines: dict[str, tuple[list, list[list[float]]]], x: str, y: str, log_x: bool = False, title: str = ""):
@@ -184,7 +261,7 @@ def plot(path: Path, lines: dict[str, tuple[list, list[list[float]]]], x: str, y
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"{path}: not drawn, needs matplotlib; pip install matplotlib", file=sys.stderr)
+        print(f"{path.name}: not drawn, needs matplotlib; pip install matplotlib", file=sys.stderr)
         return
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -198,4 +275,5 @@ def plot(path: Path, lines: dict[str, tuple[list, list[list[float]]]], x: str, y
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, format="png", metadata={"Software": None})

@@ -1,4 +1,4 @@
-"""train.py with other initial values than model.py's, to search a recipe:
+"""train.py with other initial values than model.py's, or other random rates than its own, to search a recipe:
 
     python experiments/variant.py alpha_scale=0.7 alpha_power=0 -- --steps 100 --optimizer adamw
 
@@ -11,6 +11,7 @@ Everything after -- is train.py's. What can be changed, and what it is otherwise
     bias                        b of the modulators, which shifts all first gains: 0
     branch_scale, output_scale  factors on the branches' matrices, on those of their outputs alone: 1
     eps                         of the normaliser in the update: 1e-6
+    rate_power                  of the rates drawn for random:S: S·(0, ⅕ … 1)^rate_power; 1, and above it low rates are the rule
 """
 
 import functools
@@ -25,14 +26,11 @@ import model
 import train
 
 CHANGES = ("alpha_scale", "alpha_power", "embedding_std", "unembedding_std", "log_norm_start", "bias", "branch_scale",
-           "output_scale", "eps")
+           "output_scale", "eps", "rate_power")
 
 
 def change(settings: dict[str, float]):
     """Let every new model begin with these settings. They are part of this process, not of a checkpoint."""
-    unknown = settings.keys() - set(CHANGES)
-    if unknown:
-        raise train.UserError(f"{', '.join(sorted(unknown))}: unknown setting; there are {', '.join(CHANGES)}")
     as_it_is = model.NAGTransformer.init_weights
 
     @torch.no_grad()
@@ -57,12 +55,37 @@ def change(settings: dict[str, float]):
 
     model.NAGTransformer.init_weights = init_weights
     if "eps" in settings:
-        model.PLAIN = model.PLAIN._replace(nag_update=functools.partial(model.nag_update, eps=settings["eps"]))
+        operations = model.operations
+
+        def with_eps(*args):
+            chosen = operations(*args)
+            return chosen._replace(nag_update=functools.partial(chosen.nag_update, eps=settings["eps"]))
+
+        model.operations = with_eps
+    if "rate_power" in settings:
+        rates_at = train.rates_at
+
+        def skewed(step, args):
+            highest = float(args.skip_rate.removeprefix("random:"))
+            return [highest * (rate / highest) ** settings["rate_power"] if rate else 0.0 for rate in rates_at(step, args)]
+
+        train.rates_at = skewed
+
+
+def setting(text: str) -> tuple[str, float]:
+    """NAME=NUMBER."""
+    name, _, number = text.partition("=")
+    if name not in CHANGES:
+        raise train.UserError(f"{text}: expected one of {', '.join(CHANGES)}, = and a number; train.py's flags come after --")
+    try:
+        return name, float(number)
+    except ValueError:
+        raise train.UserError(f"{text}: expected a number after {name}=") from None
 
 
 def main(argv: list[str]):
     at = argv.index("--") if "--" in argv else len(argv)
-    change({name: float(value) for name, value in (text.split("=") for text in argv[:at])})
+    train.exit_on_user_error(lambda: change(dict(map(setting, argv[:at]))))
     train.main(argv[at + 1:])
 
 

@@ -1,0 +1,34 @@
+"""Every table and plot of experiments/results, and the list of the paper's claims with what was measured, from the logs.
+
+    python experiments/claims.py        seconds; needs matplotlib for the plots
+"""
+
+import contextlib
+import io
+
+import depth
+import dial
+import isoflop
+import overheads
+import recipe
+from series import NOT_YET, finished_logs, parse_args, table
+
+SERIES = {"recipe": recipe, "depth": depth, "isoflop": isoflop, "dial": dial}
+
+
+def main(argv=None):
+    args = parse_args(__doc__.splitlines()[0], argv)
+    rows = []
+    with contextlib.redirect_stdout(io.StringIO()):         # of the other tables, each of which its own script prints
+        for experiment, module in SERIES.items():
+            logs = finished_logs(experiment, module.jobs(args.scale), args)
+            module.draw(logs, args)
+            rows += module.claims(logs)
+        overheads.draw(log := overheads.read_log(args), args)
+    rows += overheads.claims(log) if log else []
+    rows = [row for row in rows if row[-1] != NOT_YET]
+    print(table(args.results / "claims.md", ["claim", "paper", "measured", "verdict"], rows))
+
+
+if __name__ == "__main__":
+    main()

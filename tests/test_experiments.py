@@ -1,0 +1,233 @@
+"""The experiments: each runs in its smallest form, goes on after a kill, and the committed tables are those of the committed logs."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from conftest import ROOT, fails, tiny_model, tiny_tokens
+
+EXPERIMENTS = ROOT / "experiments"
+sys.path.insert(0, str(EXPERIMENTS))
+
+import claims  # noqa: E402  (after the path is set)
+import measure_stream  # noqa: E402
+import series  # noqa: E402
+import train  # noqa: E402
+import variant  # noqa: E402
+
+RESULTS = sorted((EXPERIMENTS / "results").glob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def texts(short_text, tmp_path_factory):
+    """A folder with short texts under the names that the experiments ask for."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name in ("stdlib", "tinyshakespeare"):
+        (folder / name).symlink_to(short_text)
+    return folder
+
+
+def start(script, texts, folder, *flags):
+    return subprocess.Popen([sys.executable, str(script), "--scale", "smoke", "--data", str(texts), "--runs", str(folder / "runs"),
+                             "--out_dir", str(folder), *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("name", [*claims.SERIES, "overheads"])
+def test_an_experiment_runs_in_its_smallest_form_and_only_once(name, texts, tmp_path):
+    before = {path: path.stat().st_mtime_ns for path in EXPERIMENTS.rglob("*.*") if path.suffix in (".jsonl", ".md", ".png")}
+    first = start(EXPERIMENTS / f"{name}.py", texts, tmp_path)
+    printed, error = first.communicate()
+    assert first.returncode == 0, error
+    logs = sorted((tmp_path / "logs").rglob("*.jsonl"))
+    assert logs and all(path.stat().st_size < 200_000 for path in logs)
+    tables = {path: path.read_text() for path in (tmp_path / "results").glob("*.md")}
+    filled = [text for text in tables.values() if text.count("\n") > 2]
+    assert filled and all(text.strip() in printed for text in tables.values())
+    if name != "overheads":         # which has no run to go on with
+        written = {path: path.stat().st_mtime_ns for path in logs}
+        again = start(EXPERIMENTS / f"{name}.py", texts, tmp_path)
+        assert again.communicate()[0] == printed and again.returncode == 0
+        assert written == {path: path.stat().st_mtime_ns for path in logs}, "a finished run was run again"
+    assert before == {path: path.stat().st_mtime_ns for path in before}, "a smoke test has no business among the committed results"
+
+
+LONG = """
+import sys
+sys.path.insert(0, {folder!r})
+import series
+series.main("long", "", lambda scale: [series.Job("run", "--steps 300 --save_every 20 --eval_every 100000 --seed 1")],
+            lambda logs, args: print(*logs))
+"""
+
+
+def test_a_killed_series_goes_on_where_it_was(texts, tmp_path):
+    script = tmp_path / "long.py"
+    script.write_text(LONG.format(folder=str(EXPERIMENTS)))
+    log = tmp_path / "runs" / "smoke" / "long" / "run" / "log.jsonl"
+
+    def steps():
+        found = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        return [entry["step"] for entry in found if "loss" in entry]
+
+    stopped = start(script, texts, tmp_path)
+    while len(steps()) < 5 and stopped.poll() is None:
+        time.sleep(0.05)
+    stopped.send_signal(signal.SIGTERM)
+    assert "the same command goes on" in stopped.communicate()[1] and stopped.returncode == 130
+    reached = len(steps())
+    assert 5 <= reached < 300 and not list((tmp_path / "logs").rglob("*.jsonl"))
+    finished = start(script, texts, tmp_path)
+    printed, error = finished.communicate()
+    assert finished.returncode == 0 and printed.strip() == "run", error
+    assert steps() == list(range(1, 301))
+    starts = [json.loads(line)["step"] for line in log.read_text().splitlines() if "command" in line]
+    assert starts == [0, reached], "the run did not go on, it began anew"
+
+
+def test_a_run_that_fails_is_named_in_one_line(texts, tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text(LONG.format(folder=str(EXPERIMENTS)).replace("--steps 300", "--n_head 3"))
+    wrong = start(script, texts, tmp_path)
+    error = wrong.communicate()[1].splitlines()[-1]
+    assert wrong.returncode == 2 and "--n_embd 16 --n_head 3" in error and error.startswith("wrong.py: error:")
+
+
+def test_the_committed_tables_are_those_of_the_committed_logs(tmp_path):
+    shutil.copytree(EXPERIMENTS / "logs", tmp_path / "logs")
+    claims.main(["--out_dir", str(tmp_path)])
+    drawn = {path.name: path.read_text() for path in (tmp_path / "results").glob("*.md")}
+    assert drawn == {path.name: path.read_text() for path in RESULTS}
+
+
+def test_all_plots_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    shutil.copytree(EXPERIMENTS / "logs", tmp_path / "logs")
+    claims.main(["--out_dir", str(tmp_path)])
+    drawn = {path.name for path in (tmp_path / "results").glob("*.png") if path.stat().st_size > 5000}
+    assert drawn == {path.name for path in (EXPERIMENTS / "results").glob("*.png")}
+
+
+def test_readme_has_the_numbers_of_the_tables():
+    readme = (ROOT / "README.md").read_text()
+    named = [path for path in RESULTS if f"experiments/results/{path.name}" in readme]
+    assert {path.name for path in named} >= {"claims.md"}
+    for path in named:
+        assert path.read_text().strip() in readme, f"{path.name} is not in README.md as it stands"
+
+
+def test_logs_are_small_and_finished():
+    logs = list((EXPERIMENTS / "logs").rglob("*.jsonl"))
+    assert logs
+    for path in logs:
+        assert path.stat().st_size < 200_000
+        assert "/root" not in path.read_text() and "/work" not in path.read_text()
+
+
+@pytest.mark.parametrize("name", claims.SERIES)
+def test_printed_commands_can_be_pasted(name, capsys, monkeypatch):
+    series.main(name, "", claims.SERIES[name].jobs, None, ["--print_commands"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert len(lines) >= 2
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for line in lines:
+        launcher, script = line[:len(series.ON_GPUS)], line[len(series.ON_GPUS) + 1:]
+        assert launcher == series.ON_GPUS
+        script, *words = script.split()
+        assert (ROOT / script).is_file()
+        if script == "experiments/measure_stream.py":
+            continue
+        at = words.index("--") + 1 if "--" in words else 0
+        for word in words[:max(0, at - 1)]:
+            variant.setting(word)
+        args = train.parse_args(words[at:])
+        if not args.eval_only:
+            train.check_args(args)
+            assert args.n_embd in (768, 1024) and args.batch_tokens == 524288
+
+
+def test_a_verdict_needs_more_than_the_seeds_differ():
+    assert series.verdict([0.010, 0.014, 0.012]) == "seen"
+    assert series.verdict([0.010, 0.030, 0.012]) == "not seen at this size"
+    assert series.verdict([-0.010, 0.030, 0.012]) == "not seen at this size"
+    assert series.verdict([-0.010, -0.014, -0.012]) == "opposite"
+    assert series.verdict([1.0, 1.0]) == series.verdict([]) == series.NOT_YET
+
+
+def test_a_spread_is_half_the_range():
+    assert series.spread([1.0, 2.0, 6.0]) == "3.0000 ± 2.5000"
+    assert series.spread([1.0]) == "1.0000" and series.spread([]) == "–"
+
+
+def test_what_a_layer_turns_and_adds_agree():
+    """For a single token the norm grows by 1/cos of the angle, and the first layer's angle is that to the embedding."""
+    model = tiny_model()
+    found = measure_stream.measure(model, tiny_tokens(batch=1, length=1))
+    assert len(found["angle"]) == len(model.layers) and len(found["norm"]) == len(model.layers) + 1
+    for before, after, angle in zip(found["norm"], found["norm"][1:], found["angle"]):
+        assert after / before == pytest.approx(1 / math.cos(math.radians(angle)), rel=1e-6)
+    assert found["from_embedding"][0] == found["angle"][0] > 0
+
+
+def test_the_baselines_norm_is_that_of_its_residual():
+    model = tiny_model(residual="prenorm")
+    tokens = tiny_tokens()
+    found = measure_stream.measure(model, tokens)
+    embedded = model.embedding.weight[tokens].square().mean(-1).sqrt().mean().item()
+    assert found["norm"][0] == pytest.approx(embedded, rel=1e-6)
+
+
+CHANGED = {"alpha_scale": 0.3, "alpha_power": 0, "embedding_std": 0.1, "unembedding_std": 0.1, "log_norm_start": 0, "bias": 1,
+           "branch_scale": 2, "output_scale": 2, "eps": 0.5}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_variant_changes_what_it_says(name, monkeypatch):
+    import model
+    for changed in (model.NAGTransformer.init_weights, model.operations):
+        owner = model.NAGTransformer if changed.__name__ == "init_weights" else model
+        monkeypatch.setattr(owner, changed.__name__, changed)      # put back when the test is over
+    tokens = tiny_tokens()
+
+    def outcome():
+        fresh = tiny_model(lively=False).use_kernels("torch")
+        return dict(fresh.named_parameters()), fresh(tokens)
+
+    before, logits = outcome()
+    variant.change({name: CHANGED[name]})
+    after, other_logits = outcome()
+    different = {key.split(".")[-1] if "layers" in key else key for key in before if not torch.equal(before[key], after[key])}
+    expected = {"alpha_scale": {"alpha"}, "alpha_power": {"alpha"}, "embedding_std": {"embedding.weight"},
+                "unembedding_std": {"unembedding.weight"}, "log_norm_start": {"log_norm_start"}, "bias": {"bias"}, "eps": set()}
+    assert different == expected.get(name, {"weight"})
+    if name != "unembedding_std":       # whose rows are normalised
+        assert not torch.allclose(logits, other_logits)
+
+
+def test_random_rates_may_lean_to_one_side(monkeypatch):
+    args = train.parse_args(["--skip_rate", "random:0.8", "--n_layer", "1"])
+    even = [train.rates_at(step, args)[0] for step in range(6)]
+    monkeypatch.setattr(train, "rates_at", train.rates_at)
+    variant.change({"rate_power": 2})
+    skewed = [train.rates_at(step, args)[0] for step in range(6)]
+    assert skewed == pytest.approx([0.8 * (rate / 0.8) ** 2 for rate in even]) and max(skewed) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("word", ["nothing=1", "alpha_scale", "alpha_scale=x"])
+def test_a_wrong_setting_costs_one_line(word, capsys):
+    assert word.split("=")[0] in fails(variant.main, [word, "--", "--steps", "1"], capsys)
+
+
+def test_help_of_every_script_says_what_it_does():
+    for name in (*claims.SERIES, "overheads", "claims", "measure_stream"):
+        shown = subprocess.run([sys.executable, str(EXPERIMENTS / f"{name}.py"), "--help"], capture_output=True, text=True,
+                               env=os.environ | {"COLUMNS": "200"})
+        assert shown.returncode == 0 and "usage" in shown.stdout
