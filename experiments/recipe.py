@@ -9,26 +9,31 @@ import math
 from series import Job, by_seed, last, main, spread, subtract, table, verdict
 
 TEXTS = ("stdlib", "tinyshakespeare")
-MUON, ADAMW = "--optimizer muon", "--optimizer adamw"
 # Around each arm's defaults, one setting at a time: train.py's flags | variant.py's changes.
 SEARCH = {
     ("nag", "muon"): ["", "--matrix_learning_rate 0.01", "--matrix_learning_rate 0.03", "--learning_rate 2e-3", "--learning_rate 8e-3",
                       "--gate_learning_rate 1e-3", "--gate_learning_rate 1.6e-2", "--n_directions 4", "--n_directions 32",
                       "| alpha_scale=0.5", "| alpha_scale=2", "| alpha_scale=0.35 alpha_power=0", "| alpha_scale=0.7 alpha_power=0",
-                      "| embedding_std=0.1", "| log_norm_start=-0.7", "| eps=0.1", "| output_scale=0.5", "--weight_decay 0"],
+                      "| embedding_std=0.1", "| log_norm_start=-0.7", "| eps=0.1", "| output_scale=0.5", "--weight_decay 0",
+                      "--matrix_learning_rate 0.04", "--matrix_learning_rate 0.06", "--matrix_learning_rate 0.04 --gate_learning_rate 1.6e-2"],
     ("prenorm", "muon"): ["", "--matrix_learning_rate 0.01", "--matrix_learning_rate 0.03", "--learning_rate 2e-3", "--learning_rate 8e-3",
                           "--learning_rate 1.6e-2", "--matrix_learning_rate 0.04", "--matrix_learning_rate 0.014 --learning_rate 8e-3",
                           "--weight_decay 0", "| embedding_std=1", "| embedding_std=0.2", "| embedding_std=0.02", "| unembedding_std=0.005",
-                          "| unembedding_std=0.1", "| output_scale=4", "| output_scale=0.25", "| branch_scale=0.5", "| branch_scale=2"],
+                          "| unembedding_std=0.1", "| output_scale=4", "| output_scale=0.25", "| branch_scale=0.5", "| branch_scale=2",
+                          "--matrix_learning_rate 0.06", "--matrix_learning_rate 0.04 --learning_rate 1.6e-2",
+                          "--matrix_learning_rate 0.06 --learning_rate 1.6e-2"],
     ("nag", "adamw"): ["", "--matrix_learning_rate 2e-3", "--matrix_learning_rate 8e-3", "--learning_rate 2e-3", "--learning_rate 8e-3",
                        "--learning_rate 1.6e-2", "--gate_learning_rate 1e-3", "--gate_learning_rate 1.6e-2", "--n_directions 4",
                        "--n_directions 32", "| alpha_scale=0.4", "| alpha_scale=1.2", "| alpha_scale=1 alpha_power=0.5", "| embedding_std=0.1",
-                       "| log_norm_start=-0.7", "| eps=0.1", "| output_scale=0.5", "--weight_decay 0"],
+                       "| log_norm_start=-0.7", "| eps=0.1", "| output_scale=0.5", "--weight_decay 0",
+                       "--matrix_learning_rate 3e-3", "--matrix_learning_rate 6e-3", "--matrix_learning_rate 6e-3 --learning_rate 1.6e-2"],
     ("prenorm", "adamw"): ["", "--matrix_learning_rate 1.5e-3", "--matrix_learning_rate 6e-3", "--learning_rate 2e-3", "--learning_rate 8e-3",
                            "--learning_rate 1.6e-2", "--matrix_learning_rate 2e-3 --learning_rate 8e-3",
                            "--matrix_learning_rate 4e-3 --learning_rate 8e-3", "--weight_decay 0", "| embedding_std=1", "| embedding_std=0.2",
                            "| embedding_std=0.02", "| unembedding_std=0.005", "| unembedding_std=0.1", "| output_scale=4",
-                           "| output_scale=0.25", "| branch_scale=0.5", "| branch_scale=2"],
+                           "| output_scale=0.25", "| branch_scale=0.5", "| branch_scale=2",
+                           "--matrix_learning_rate 8e-3", "--matrix_learning_rate 6e-3 --learning_rate 1.6e-2",
+                           "--matrix_learning_rate 8e-3 --learning_rate 1.6e-2"],
 }
 assert len({len(settings) for settings in SEARCH.values()}) == 1       # the same budget for each arm
 SEARCH_SEED = 4                                                        # none of those that are reported
@@ -42,8 +47,12 @@ def job(arm: str, optimizer: str, text: str, setting: str, seed: int, steps: str
                      + ("--skip_rate 0 " if arm == "nag" else "") + steps + flags, text, changes.strip())
 
 
+def texts(scale: str) -> tuple[str, ...]:
+    return TEXTS if scale in ("laptop", "smoke") else ("fineweb-edu",)
+
+
 def searched(arm: str, optimizer: str, setting: str, scale: str) -> Job:
-    return job(arm, optimizer, "stdlib", setting, SEARCH_SEED, "--steps 400 " if scale == "laptop" else "")
+    return job(arm, optimizer, texts(scale)[0], setting, SEARCH_SEED, "--steps 400 " if scale == "laptop" else "")
 
 
 def jobs(scale: str) -> list[Job]:
@@ -52,7 +61,7 @@ def jobs(scale: str) -> list[Job]:
         return [searched("nag", "adamw", "| alpha_scale=0.4", scale), job("prenorm", "muon", "stdlib", "", 1)]
     search = [searched(arm, optimizer, setting, scale) for settings in zip(*SEARCH.values())
               for (arm, optimizer), setting in zip(SEARCH, settings)]
-    return search + [job(arm, optimizer, text, "", seed) for seed in (1, 2, 3) for arm, optimizer in SEARCH for text in TEXTS]
+    return search + [job(arm, optimizer, text, "", seed) for seed in (1, 2, 3) for arm, optimizer in SEARCH for text in texts(scale)]
 
 
 def loss_of(log: list[dict]) -> float:

@@ -91,11 +91,11 @@ def main(experiment: str, description: str, jobs, draw, argv=None):
     jobs: function of the scale, the list of runs.  draw: is given the logs by name.
     """
     args = parse_args(description, argv)
-    if args.print_commands:
-        print_commands(jobs)
-        return
     try:
-        prepare_data.exit_on_user_error(run_and_draw, experiment, jobs(args.scale), draw, args)
+        if args.print_commands:
+            prepare_data.exit_on_user_error(print_commands, jobs)
+        else:
+            prepare_data.exit_on_user_error(run_and_draw, experiment, jobs(args.scale), draw, args)
     except KeyboardInterrupt:
         print(f"{experiment}: stopped; the same command goes on", file=sys.stderr)
         raise SystemExit(130) from None
