@@ -6,6 +6,7 @@ experiments/logs/EXPERIMENT/NAME.jsonl. From these all tables and plots in exper
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -220,8 +221,9 @@ def last(log: list[dict], key: str):
 
 
 def by_seed(logs: dict, name: str, value, seeds=(1, 2, 3)) -> list[float]:
-    """value(log) of each seed's run that is finished; runs are named NAME-seedN."""
-    return [value(logs[f"{name}-seed{seed}"]) for seed in seeds if f"{name}-seed{seed}" in logs]
+    """value(log) of each seed's run, up to the first that is not finished; runs are named NAME-seedN."""
+    finished = itertools.takewhile(logs.__contains__, (f"{name}-seed{seed}" for seed in seeds))
+    return [value(logs[each]) for each in finished]
 
 
 def subtract(these: list[float], those: list[float]) -> list[float]:
