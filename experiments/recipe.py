@@ -55,8 +55,10 @@ SEARCH = {
 assert len({len(settings) for settings in SEARCH.values()}) == 1       # the same budget for each arm
 SEARCH_SEED = 4                                                        # none of those that are reported
 START = dict.fromkeys(SEARCH, "")
-BEST = {("nag", "muon"): "--matrix_learning_rate 0.04", ("prenorm", "muon"): "--matrix_learning_rate 0.04 | unembedding_std=0.1",
-        ("nag", "adamw"): "--matrix_learning_rate 6e-3", ("prenorm", "adamw"): "--matrix_learning_rate 6e-3 | unembedding_std=0.1"}
+BEST = {("nag", "muon"): "--matrix_learning_rate 0.04 --learning_rate 2e-3",
+        ("prenorm", "muon"): "--matrix_learning_rate 0.04 | unembedding_std=0.1 embedding_std=1",
+        ("nag", "adamw"): "--matrix_learning_rate 6e-3 | unembedding_std=0.1",
+        ("prenorm", "adamw"): "--matrix_learning_rate 6e-3 | unembedding_std=0.1 embedding_std=1"}
 
 
 def job(arm: str, optimizer: str, text: str, setting: str, seed: int, steps: str = "") -> Job:
