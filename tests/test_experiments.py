@@ -123,12 +123,12 @@ def test_readme_has_the_numbers_of_the_tables():
         assert path.read_text().strip() in readme, f"{path.name} is not in README.md as it stands"
 
 
-def test_logs_are_small_and_finished():
+def test_logs_are_small_and_have_no_absolute_paths():
     logs = list((EXPERIMENTS / "logs").rglob("*.jsonl"))
     assert logs
     for path in logs:
         assert path.stat().st_size < 200_000
-        assert "/root" not in path.read_text() and "/work" not in path.read_text()
+        assert '"/' not in path.read_text(), "a path of one machine"
 
 
 @pytest.mark.parametrize("name", claims.SERIES)
