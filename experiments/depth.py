@@ -7,13 +7,11 @@
 import math
 import statistics
 
-from series import Job, by_seed, last, main, plot, spread, subtract, table, verdict
+from series import OPTIMIZERS, SEEDS, Job, by_seed, last, main, plot, spread, subtract, table, verdict
 
 NARROW = 48                             # so deep that it has to be narrower to fit in some minutes
 BLOCKS = (3, 6, 12, 24, NARROW)
 ARMS = {"nag": "--residual nag --skip_rate 0", "prenorm": "--residual prenorm"}
-OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
-SEEDS = (1, 2, 3)
 
 
 def width(blocks: int) -> int:

@@ -7,7 +7,7 @@
 import statistics
 from typing import NamedTuple
 
-from series import Job, by_seed, main, plot, spread, subtract, table, verdict
+from series import SEEDS, Job, by_seed, main, plot, spread, subtract, table, verdict
 
 
 class Training(NamedTuple):
@@ -37,7 +37,6 @@ DIAL = "--skip_rates " + ",".join(f"{rate:g}" for rate in RATES)
 # (allocation, chosen by): per-layer and global thresholds, and the controls
 WAYS = {("per_layer", "modulator"): DIAL, ("global", "modulator"): f"--allocation global {DIAL}",
         ("per_layer", "random"): f"--choose random {DIAL}", ("per_layer", "static"): f"--choose static {DIAL}"}
-SEEDS = (1, 2, 3)
 
 
 def jobs(scale: str) -> list[Job]:

@@ -4,12 +4,11 @@
     python experiments/isoflop.py --draw    table and plot from the logs
 """
 
-from series import Job, by_seed, last, main, plot, spread, subtract, table, verdict
+from series import SEEDS, Job, by_seed, last, main, plot, spread, subtract, table, verdict
 
 BUDGETS = {"laptop": ("4.9e12", "9.8e12"), "smoke": ("2e8",), "124m": ("3e18", "6e18"), "350m": ("1e19", "2e19")}
 RATES = ("0", "0.1", "0.25", "0.4", "0.5")
 CONTROLS = ("0.25", "0.5")
-SEEDS = (1, 2, 3)
 
 
 def name(budget: str, rate: str, choose: str) -> str:

@@ -6,10 +6,9 @@
 
 import math
 
-from series import Job, by_seed, last, main, spread, subtract, table, verdict
+from series import OPTIMIZERS, SEEDS, Job, by_seed, last, main, spread, subtract, table, verdict
 
 TEXTS = ("stdlib", "tinyshakespeare")
-OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
 # train.py's flags | variant.py's changes: around where the search began one setting at a time, then what had helped together.
 SEARCH = {
     ("nag", "muon"): ["", "--matrix_learning_rate 0.01", "--matrix_learning_rate 0.03", "--learning_rate 2e-3", "--learning_rate 8e-3",
@@ -61,11 +60,13 @@ BEST = {("nag", "muon"): "--matrix_learning_rate 0.04 --learning_rate 2e-3",
         ("prenorm", "adamw"): "--matrix_learning_rate 6e-3 | unembedding_std=0.1 embedding_std=1"}
 
 
+def name(arm: str, optimizer: str, text: str, setting: str) -> str:
+    return "-".join((arm, optimizer, text, "_".join(setting.replace("--", "").replace("|", "").split()) or "default"))
+
+
 def job(arm: str, optimizer: str, text: str, setting: str, seed: int, steps: str = "") -> Job:
     flags, _, changes = setting.partition("|")
-    name = "-".join(filter(None, (arm, optimizer, text, "_".join(setting.replace("--", "").replace("|", "").split()) or "default",
-                                  f"seed{seed}")))
-    return Job(name, f"--residual {arm} --optimizer {optimizer} --seed {seed} --skip_rates 0 --eval_every 100000 "
+    return Job(f"{name(arm, optimizer, text, setting)}-seed{seed}", f"--residual {arm} --optimizer {optimizer} --seed {seed} --skip_rates 0 --eval_every 100000 "
                      + ("--skip_rate 0 " if arm == "nag" else "") + steps + flags, text, changes.strip())
 
 
@@ -83,12 +84,12 @@ def jobs(scale: str) -> list[Job]:
         return [searched("nag", "adamw", "| alpha_scale=0.4", scale), job("prenorm", "muon", "stdlib", "", 1)]
     search = [searched(arm, optimizer, setting, scale) for settings in zip(*SEARCH.values())
               for (arm, optimizer), setting in zip(SEARCH, settings)]
-    return search + [job(arm, optimizer, text, setting, seed) for settings in (START, BEST) for seed in (1, 2, 3)
+    return search + [job(arm, optimizer, text, setting, seed) for settings in (START, BEST) for seed in SEEDS
                      for (arm, optimizer), setting in settings.items() for text in texts(scale)]
 
 
 def losses(logs: dict, arm: str, optimizer: str, text: str, setting: str) -> list[float]:
-    return by_seed(logs, job(arm, optimizer, text, setting, 1).name.removesuffix("-seed1"), lambda log: last(log, "val_loss"))
+    return by_seed(logs, name(arm, optimizer, text, setting), lambda log: last(log, "val_loss"))
 
 
 def gaps(logs: dict, optimizer: str, text: str, settings: dict) -> list[float]:
@@ -108,8 +109,8 @@ def draw(logs: dict, args):
     print(table(args.results / "recipe.md", ["optimizer", "text", "arm", "setting", "loss", "seeds"], rows))
     rows = []
     for arm, optimizer in SEARCH:
-        found = [(last(logs[name], "val_loss"), setting) for setting in SEARCH[arm, optimizer]
-                 if (name := searched(arm, optimizer, setting, args.scale).name) in logs]
+        found = [(last(logs[run], "val_loss"), setting) for setting in SEARCH[arm, optimizer]
+                 if (run := searched(arm, optimizer, setting, args.scale).name) in logs]
         start = next((loss for loss, setting in found if not setting), math.nan)
         rows += [[arm, optimizer, said(setting), f"{loss:.4f}", f"{loss - start:+.4f}"] for loss, setting in sorted(found)]
     print(table(args.results / "recipe-search.md", ["arm", "optimizer", "setting", "loss", "against the start"], rows))

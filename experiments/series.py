@@ -39,6 +39,8 @@ SCALES = {
 }
 ON_GPUS = "torchrun --standalone --nproc_per_node 8"
 NOT_YET = "too few runs"
+SEEDS = (1, 2, 3)                       # of what is reported
+OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
 
 
 class Job(NamedTuple):
@@ -184,11 +186,12 @@ def run_one(job: Job, args, children: Children, out_dir: Path, log: Path) -> flo
     entries = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
     last_step = max(entry.get("step", 0) for entry in entries)
     kept = [entry for entry in entries if "loss" not in entry or entry["step"] % 20 == 0 or entry["step"] == last_step]
+    loss = last(kept, "val_loss")           # which a run that was stopped has not: its log is not to be called finished
     log.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(rounded(entry)) for entry in (*kept, {"finished": job.commands(args.scale, "data", "runs")})]
     with replaced(log) as whole:
         whole.write_text("\n".join(lines) + "\n")
-    return last(kept, "val_loss")
+    return loss
 
 
 def rounded(value):
@@ -220,9 +223,9 @@ def last(log: list[dict], key: str):
     return next(entry[key] for entry in reversed(log) if key in entry)
 
 
-def by_seed(logs: dict, name: str, value, seeds=(1, 2, 3)) -> list[float]:
+def by_seed(logs: dict, name: str, value) -> list[float]:
     """value(log) of each seed's run, up to the first that is not finished; runs are named NAME-seedN."""
-    finished = itertools.takewhile(logs.__contains__, (f"{name}-seed{seed}" for seed in seeds))
+    finished = itertools.takewhile(logs.__contains__, (f"{name}-seed{seed}" for seed in SEEDS))
     return [value(logs[each]) for each in finished]
 
 
@@ -258,7 +261,7 @@ def table(path: Path, head: list[str], rows: list[list]) -> str:
     return "\n".join(lines)
 
 
-def plot(path: Path, lines: dict[str, tuple[list, list[list[float]]]], x: str, y: str, log_x: bool = False, title: str = ""):
+def plot(path: Path, lines: dict[str, tuple[list, list[list[float]]]], x: str, y: str, log_x: bool = False):
     """Draw lines, each of x values and for each of them the values of all seeds: their mean, and their range as a band."""
     try:
         from matplotlib.figure import Figure
@@ -273,7 +276,7 @@ def plot(path: Path, lines: dict[str, tuple[list, list[list[float]]]], x: str, y
             xs, values = zip(*there)
             line, = axes.plot(xs, [statistics.mean(each) for each in values], marker="o", markersize=3, label=label)
             axes.fill_between(xs, list(map(min, values)), list(map(max, values)), alpha=0.2, color=line.get_color(), linewidth=0)
-    axes.set(xlabel=x, ylabel=y, title=title, **({"xscale": "log"} if log_x else {}))
+    axes.set(xlabel=x, ylabel=y, **({"xscale": "log"} if log_x else {}))
     axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend(fontsize=8)
