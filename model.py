@@ -646,8 +646,8 @@ class NAGTransformer(nn.Module):
         """Every initial value, in one place. Each arm has the values that served it best.
 
                               NAG                           pre-norm
-        embedding             normal, std 0.02              normal, std 0.5
-        unembedding           normal, std 0.02              the same
+        embedding             normal, std 0.02              normal, std 1
+        unembedding           normal, std 1/√d              the same
         branch matrices       normal, std 1/√fan_in         the same; output matrices divided by √L
         log-norm at the start −1.2                          –        (first loss close to log V)
         α of layer l = 1, …   alpha_scale · l^−alpha_power  –        (eq 23–24)
@@ -655,12 +655,14 @@ class NAGTransformer(nn.Module):
         RMSNorm gains         –                             1
 
         NAG's output matrices are not shrunk: the update normalises a branch's output, and where little of it is left
-        the turn fades and the gradient grows.
+        the turn fades and the gradient grows. Of its unembedding rows only the direction counts: the larger they start,
+        the less a step turns them.
         """
         for name, parameter in self.named_parameters():
-            if name.startswith(("embedding", "unembedding")):
-                prenorm_embedding = name.startswith("embedding") and self.config.residual == "prenorm"
-                parameter.normal_(std=0.5 if prenorm_embedding else 0.02)
+            if name.startswith("embedding"):
+                parameter.normal_(std=1 if self.config.residual == "prenorm" else 0.02)
+            elif name.startswith("unembedding"):
+                parameter.normal_(std=parameter.size(1) ** -0.5)
             elif ".branch." in name:
                 parameter.normal_(std=parameter.size(1) ** -0.5)
                 if self.config.residual == "prenorm" and ".output." in name:
@@ -842,14 +844,13 @@ class NAGTransformer(nn.Module):
                              weight_decay: float = 0.1) -> list[torch.optim.Optimizer]:
         """One or two optimizers that together hold every parameter once; each group keeps its "initial_lr".
 
-        The branches' matrices go to Muon (default rate 0.02) or, with "adamw", to AdamW (default 4e-3; the baseline
-        3e-3); they alone decay. Everything else is AdamW's: embeddings and norms at `learning_rate`; modulators, α and
+        The branches' matrices go to Muon (default rate 0.04) or, with "adamw", to AdamW (default 6e-3): both arms did
+        best there, of 0.01 to 0.06 and 1.5e-3 to 8e-3. They alone decay. Everything else is AdamW's: embeddings and norms at `learning_rate`; modulators, α and
         β at `gate_learning_rate`, since what multiplies a whole branch wants its own pace; the log-norm at the start
         at five times that.
         """
         if matrix_learning_rate is None:
-            adamw_rate = 4e-3 if self.config.residual == "nag" else 3e-3
-            matrix_learning_rate = 0.02 if optimizer == "muon" else adamw_rate
+            matrix_learning_rate = 0.04 if optimizer == "muon" else 6e-3
         gates = {"alpha", "beta_raw", "preferred", "bias", "mix"}
         groups = {"matrices": [], "gates": [], "log_norm": [], "others": []}
         for name, parameter in self.named_parameters():

@@ -53,21 +53,25 @@ SEARCH = {
 }
 assert len({len(settings) for settings in SEARCH.values()}) == 1       # the same budget for each arm
 SEARCH_SEED = 4                                                        # none of those that are reported
-START = dict.fromkeys(SEARCH, "")
-BEST = {("nag", "muon"): "--matrix_learning_rate 0.04 --learning_rate 2e-3",
-        ("prenorm", "muon"): "--matrix_learning_rate 0.04 | unembedding_std=0.1 embedding_std=1",
-        ("nag", "adamw"): "--matrix_learning_rate 6e-3 | unembedding_std=0.1",
-        ("prenorm", "adamw"): "--matrix_learning_rate 6e-3 | unembedding_std=0.1 embedding_std=1"}
+# What the search began with, and its settings are added to.
+START = {("nag", "muon"): "--matrix_learning_rate 0.02 | unembedding_std=0.02",
+         ("prenorm", "muon"): "--matrix_learning_rate 0.02 | unembedding_std=0.02 embedding_std=0.5",
+         ("nag", "adamw"): "--matrix_learning_rate 4e-3 | unembedding_std=0.02",
+         ("prenorm", "adamw"): "--matrix_learning_rate 3e-3 | unembedding_std=0.02 embedding_std=0.5"}
+DEFAULTS = "defaults"                   # what it ended with: model.py's and train.py's own
 
 
 def name(arm: str, optimizer: str, text: str, setting: str) -> str:
-    return "-".join((arm, optimizer, text, "_".join(setting.replace("--", "").replace("|", "").split()) or "default"))
+    return "-".join((arm, optimizer, text, "_".join(setting.replace("--", "").replace("|", "").split()) or "start"))
 
 
 def job(arm: str, optimizer: str, text: str, setting: str, seed: int, steps: str = "") -> Job:
-    flags, _, changes = setting.partition("|")
+    """A run with a setting in place of the start's, or with the defaults."""
+    began, added = (each.partition("|") for each in (START[arm, optimizer], setting))
+    flags, changes = (f"{began[part]} {added[part]}" if setting != DEFAULTS else "" for part in (0, 2))
+    changes = " ".join(dict((change.partition("=")[0], change) for change in changes.split()).values())
     return Job(f"{name(arm, optimizer, text, setting)}-seed{seed}", f"--residual {arm} --optimizer {optimizer} --seed {seed} --skip_rates 0 --eval_every 100000 "
-                     + ("--skip_rate 0 " if arm == "nag" else "") + steps + flags, text, changes.strip())
+                     + ("--skip_rate 0 " if arm == "nag" else "") + steps + flags, text, changes)
 
 
 def texts(scale: str) -> tuple[str, ...]:
@@ -79,33 +83,28 @@ def searched(arm: str, optimizer: str, setting: str, scale: str) -> Job:
 
 
 def jobs(scale: str) -> list[Job]:
-    """The search by one seed, shorter and on one text; then its start and what it found by three seeds on both."""
+    """The search by one seed, shorter and on one text; then its start and the defaults that it led to, by three seeds on both."""
     if scale == "smoke":
-        return [searched("nag", "adamw", "| alpha_scale=0.4", scale), job("prenorm", "muon", "stdlib", "", 1)]
+        return [searched("nag", "adamw", "| alpha_scale=0.4", scale), job("prenorm", "muon", "stdlib", DEFAULTS, 1)]
     search = [searched(arm, optimizer, setting, scale) for settings in zip(*SEARCH.values())
               for (arm, optimizer), setting in zip(SEARCH, settings)]
-    return search + [job(arm, optimizer, text, setting, seed) for settings in (START, BEST) for seed in SEEDS
-                     for (arm, optimizer), setting in settings.items() for text in texts(scale)]
+    return search + [job(arm, optimizer, text, setting, seed) for setting in (DEFAULTS, "") for seed in SEEDS
+                     for arm, optimizer in SEARCH for text in texts(scale)]
 
 
 def losses(logs: dict, arm: str, optimizer: str, text: str, setting: str) -> list[float]:
     return by_seed(logs, name(arm, optimizer, text, setting), lambda log: last(log, "val_loss"))
 
 
-def gaps(logs: dict, optimizer: str, text: str, settings: dict) -> list[float]:
-    """How far NAG is ahead."""
-    return subtract(*(losses(logs, arm, optimizer, text, settings[arm, optimizer]) for arm in ("prenorm", "nag")))
-
-
 def said(setting: str) -> str:
-    return f"`{' '.join(setting.replace('|', '').split())}`" if setting else "where the search began"
+    return {"": "where the search began", DEFAULTS: "the defaults"}.get(setting, f"`{' '.join(setting.replace('|', '').split())}`")
 
 
 def draw(logs: dict, args):
     """What is reported; and all settings that were tried, the best first."""
-    rows = [[optimizer, text, arm, said(settings[arm, optimizer]), spread(found), len(found)]
-            for optimizer in OPTIMIZERS for text in TEXTS for arm in ("nag", "prenorm") for settings in (START, BEST)
-            if (found := losses(logs, arm, optimizer, text, settings[arm, optimizer]))]
+    rows = [[optimizer, text, arm, said(setting), spread(found), len(found)]
+            for optimizer in OPTIMIZERS for text in TEXTS for arm in ("nag", "prenorm") for setting in ("", DEFAULTS)
+            if (found := losses(logs, arm, optimizer, text, setting))]
     print(table(args.results / "recipe.md", ["optimizer", "text", "arm", "setting", "loss", "seeds"], rows))
     rows = []
     for arm, optimizer in SEARCH:
@@ -118,11 +117,11 @@ def draw(logs: dict, args):
 
 def claims(logs: dict) -> list[list[str]]:
     rows = []
-    for settings, where in ((START, "where the search began"), (BEST, "at the best that was found")):
-        for optimizer, its_name in OPTIMIZERS.items():
-            ahead = {text: gaps(logs, optimizer, text, settings) for text in TEXTS}
-            rows.append([f"NAG's loss is below the baseline's at equal size and tokens, {its_name}, {where}", "below", "pre-norm − NAG "
-                         + ", ".join(f"{spread(gap)} on {text}" for text, gap in ahead.items()), verdict(sum(ahead.values(), []))])
+    for optimizer, its_name in OPTIMIZERS.items():
+        for text in TEXTS:
+            ahead = subtract(*(losses(logs, arm, optimizer, text, DEFAULTS) for arm in ("prenorm", "nag")))
+            rows.append([f"NAG's loss is below the baseline's at equal size and tokens, {its_name}, {text}", "below",
+                         f"by {spread(ahead)}", verdict(ahead)])
     return rows
 
 

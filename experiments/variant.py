@@ -5,8 +5,8 @@
 Everything after -- is train.py's. What can be changed, and what it is otherwise:
 
     alpha_scale, alpha_power    α of layer l starts at alpha_scale · l^−alpha_power (1, ½; under AdamW 0.7, 0)
-    embedding_std               of the embedding: 0.02; in the baseline 0.5
-    unembedding_std             of the head, whose rows NAG normalises: 0.02
+    embedding_std               of the embedding: 0.02; in the baseline 1
+    unembedding_std             of the head, whose rows NAG normalises: 1/√d
     log_norm_start              log-norm of each token at the start, which sets the temperature of the first logits: −1.2
     bias                        b of the modulators, which shifts all first gains: 0
     branch_scale, output_scale  factors on the branches' matrices, on those of their outputs alone: 1
@@ -38,9 +38,9 @@ def change(settings: dict[str, float]):
         as_it_is(self)
         nag = self.config.residual == "nag"
         if "embedding_std" in settings:
-            self.embedding.weight.mul_(settings["embedding_std"] / (0.02 if nag else 0.5))
+            self.embedding.weight.mul_(settings["embedding_std"] / (0.02 if nag else 1))
         if "unembedding_std" in settings:
-            self.unembedding.weight.mul_(settings["unembedding_std"] / 0.02)
+            self.unembedding.weight.mul_(settings["unembedding_std"] * self.config.n_embd**0.5)
         for name, parameter in self.named_parameters():
             if ".branch." in name:
                 parameter.mul_(settings.get("branch_scale", 1) * (settings.get("output_scale", 1) if ".output." in name else 1))
