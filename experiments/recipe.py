@@ -6,7 +6,7 @@
 
 import math
 
-from series import OPTIMIZERS, SEEDS, Job, by_seed, last, main, spread, subtract, table, verdict
+from series import OPTIMIZERS, SEEDS, TEXT_ON_GPUS, Job, by_seed, last, main, spread, subtract, table, verdict
 
 TEXTS = ("stdlib", "tinyshakespeare")
 # train.py's flags | variant.py's changes: around where the search began one setting at a time, then what had helped together.
@@ -70,12 +70,13 @@ def job(arm: str, optimizer: str, text: str, setting: str, seed: int, steps: str
     began, added = (each.partition("|") for each in (START[arm, optimizer], setting))
     flags, changes = (f"{began[part]} {added[part]}" if setting != DEFAULTS else "" for part in (0, 2))
     changes = " ".join(dict((change.partition("=")[0], change) for change in changes.split()).values())
-    return Job(f"{name(arm, optimizer, text, setting)}-seed{seed}", f"--residual {arm} --optimizer {optimizer} --seed {seed} --skip_rates 0 --eval_every 100000 "
-                     + ("--skip_rate 0 " if arm == "nag" else "") + steps + flags, text, changes)
+    full_depth = "--skip_rate 0 " if arm == "nag" else ""
+    return Job(f"{name(arm, optimizer, text, setting)}-seed{seed}", f"--residual {arm} --optimizer {optimizer} --seed {seed} "
+               f"--skip_rates 0 --eval_every 100000 {full_depth}{steps}{flags}", text, changes)
 
 
 def texts(scale: str) -> tuple[str, ...]:
-    return TEXTS if scale in ("laptop", "smoke") else ("fineweb-edu",)
+    return TEXTS if scale in ("laptop", "smoke") else (TEXT_ON_GPUS,)
 
 
 def searched(arm: str, optimizer: str, setting: str, scale: str) -> Job:

@@ -38,6 +38,7 @@ SCALES = {
             "--eval_blocks 2048 --steps 13500 --warmup_steps 350",
 }
 ON_GPUS = "torchrun --standalone --nproc_per_node 8"
+TEXT_ON_GPUS = "fineweb-edu"
 NOT_YET = "too few runs"
 SEEDS = (1, 2, 3)                       # of what is reported
 OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
@@ -112,9 +113,9 @@ def run_and_draw(experiment: str, jobs: list[Job], draw, args):
 
 def print_commands(jobs):
     for scale in ("124m", "350m"):
-        print(f"# {scale}; fineweb-edu: python prepare_data.py --source fineweb-edu --encoding gpt2 --out_dir data/fineweb-edu")
+        print(f"# {scale}; the text: python prepare_data.py --source {TEXT_ON_GPUS} --encoding gpt2 --out_dir data/{TEXT_ON_GPUS}")
         for job in jobs(scale):
-            for words in job._replace(text="fineweb-edu").commands(scale, "data", f"runs/{scale}/{job.name}"):
+            for words in job._replace(text=TEXT_ON_GPUS).commands(scale, "data", f"runs/{scale}/{job.name}"):
                 print(ON_GPUS, *words)
 
 
@@ -263,6 +264,9 @@ def table(path: Path, head: list[str], rows: list[list]) -> str:
 
 def plot(path: Path, lines: dict[str, tuple[list, list[list[float]]]], x: str, y: str, log_x: bool = False):
     """Draw lines, each of x values and for each of them the values of all seeds: their mean, and their range as a band."""
+    lines = {label: there for label, (xs, values) in lines.items() if (there := [pair for pair in zip(xs, values) if pair[1]])}
+    if not lines:
+        return
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -270,15 +274,12 @@ def plot(path: Path, lines: dict[str, tuple[list, list[list[float]]]], x: str, y
         return
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
-    for label, (xs, values) in lines.items():
-        there = [(at, each) for at, each in zip(xs, values) if each]
-        if there:
-            xs, values = zip(*there)
-            line, = axes.plot(xs, [statistics.mean(each) for each in values], marker="o", markersize=3, label=label)
-            axes.fill_between(xs, list(map(min, values)), list(map(max, values)), alpha=0.2, color=line.get_color(), linewidth=0)
+    for label, there in lines.items():
+        xs, values = zip(*there)
+        line, = axes.plot(xs, [statistics.mean(each) for each in values], marker="o", markersize=3, label=label)
+        axes.fill_between(xs, list(map(min, values)), list(map(max, values)), alpha=0.2, color=line.get_color(), linewidth=0)
     axes.set(xlabel=x, ylabel=y, **({"xscale": "log"} if log_x else {}))
     axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend(fontsize=8)
+    axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, format="png", metadata={"Software": None})
