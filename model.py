@@ -844,13 +844,13 @@ class NAGTransformer(nn.Module):
                              weight_decay: float = 0.1) -> list[torch.optim.Optimizer]:
         """One or two optimizers that together hold every parameter once; each group keeps its "initial_lr".
 
-        The branches' matrices go to Muon (default rate 0.04) or, with "adamw", to AdamW (default 6e-3): both arms did
-        best there, of 0.01 to 0.06 and 1.5e-3 to 8e-3. They alone decay. Everything else is AdamW's: embeddings and norms at `learning_rate`; modulators, α and
+        The branches' matrices go to Muon (default rate 0.02) or, with "adamw", to AdamW (default 6e-3), where both arms
+        did best; they alone decay. Everything else is AdamW's: embeddings and norms at `learning_rate`; modulators, α and
         β at `gate_learning_rate`, since what multiplies a whole branch wants its own pace; the log-norm at the start
         at five times that.
         """
         if matrix_learning_rate is None:
-            matrix_learning_rate = 0.04 if optimizer == "muon" else 6e-3
+            matrix_learning_rate = 0.02 if optimizer == "muon" else 6e-3
         gates = {"alpha", "beta_raw", "preferred", "bias", "mix"}
         groups = {"matrices": [], "gates": [], "log_norm": [], "others": []}
         for name, parameter in self.named_parameters():

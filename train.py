@@ -93,7 +93,7 @@ def flag_parser() -> Parser:
     training.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="for the branches' matrices")
     training.add_argument("--learning_rate", type=non_negative_float, default=4e-3, help="peak, for embeddings and norms")
     training.add_argument("--matrix_learning_rate", type=non_negative_float, default=None,
-                          help="peak, for the branches' matrices; None: 0.04 (muon), 6e-3 (adamw)")
+                          help="peak, for the branches' matrices; None: 0.02 (muon), 6e-3 (adamw)")
     training.add_argument("--gate_learning_rate", type=non_negative_float, default=4e-3, help="peak, for modulators and α")
     training.add_argument("--min_lr", type=non_negative_float, default=0.1, help="last learning rate, as a share of the peak")
     training.add_argument("--warmup_steps", type=non_negative_int, default=None,
