@@ -51,32 +51,44 @@ def late_turn(found: dict) -> float:
     return statistics.mean(found["angle"][-max(1, len(found["angle"]) // 4):])
 
 
+def larger(logs: dict, optimizer: str, blocks: int) -> float:
+    """How many times the baseline's parameters NAG has, by its modulators: the narrower the more."""
+    nag, prenorm = (logs[f"{name(arm, optimizer, blocks)}-seed{SEEDS[0]}"][0]["parameters"] for arm in ARMS)
+    return nag / prenorm
+
+
+def end(found: dict) -> float:
+    """The residual's RMS after the last layer."""
+    return found["norm"][-1]
+
+
 def growth(found: dict) -> float:
-    """The residual's norm after the last layer, in units of that after the embedding."""
-    return found["norm"][-1] / found["norm"][0]
+    """That in units of the embedding's."""
+    return end(found) / found["norm"][0]
 
 
 def draw(logs: dict, args):
-    rows = [[optimizer, blocks, width(blocks), spread(losses(logs, "nag", optimizer, blocks)),
-             spread(losses(logs, "prenorm", optimizer, blocks)), spread(gap), len(gap)]
+    rows = [[optimizer, blocks, width(blocks), *(spread(losses(logs, arm, optimizer, blocks)) for arm in ARMS), spread(gap),
+             f"{larger(logs, optimizer, blocks):.3f}", len(gap)]
             for optimizer in OPTIMIZERS for blocks in BLOCKS if (gap := gaps(logs, optimizer, blocks))]
-    print(table(args.results / "depth.md", ["optimizer", "blocks", "width", "NAG", "pre-norm", "pre-norm − NAG", "seeds"], rows))
+    print(table(args.results / "depth.md", ["optimizer", "blocks", "width", "NAG", "pre-norm", "pre-norm − NAG",
+                                            "parameters, NAG ÷ pre-norm", "seeds"], rows))
     wide = [blocks for blocks in BLOCKS if blocks != NARROW]
     plot(args.results / "depth.png", {f"{arm}, {optimizer}": (wide, [losses(logs, arm, optimizer, blocks) for blocks in wide])
                                       for optimizer in OPTIMIZERS for arm in ARMS}, "blocks", "validation loss, nats a byte", log_x=True)
     for key, y in (("norm", "RMS of the residual"), ("angle", "turned by the layer, degrees"),
                    ("from_embedding", "turned since the embedding, degrees")):
-        lines = {}
+        lines, first = {}, 0 if key == "norm" else 1
         for arm in ARMS:
             for blocks in (12, 24):
                 by_layer = list(zip(*stream(logs, arm, "muon", blocks, lambda found: found[key])))
-                lines[f"{arm}, {blocks} blocks"] = (list(range(len(by_layer))), by_layer)
-        plot(args.results / f"{key}.png", lines, "layer", y)
+                lines[f"{arm}, {blocks} blocks"] = (list(range(first, first + len(by_layer))), by_layer)
+        plot(args.results / f"{key}.png", lines, "after the layer (0: the embedding)", y)
     rows = [[optimizer, blocks, arm, *(spread(stream(logs, arm, optimizer, blocks, value), 2) for value in (
-             lambda found: found["norm"][-1], growth, late_turn, lambda found: found["from_embedding"][-1]))]
+             end, growth, late_turn, lambda found: sum(found["angle"]), lambda found: found["from_embedding"][-1]))]
             for optimizer in OPTIMIZERS for blocks in BLOCKS for arm in ARMS if losses(logs, arm, optimizer, blocks)]
     print(table(args.results / "stream.md", ["optimizer", "blocks", "arm", "RMS at the end", "÷ RMS of the embedding",
-                                             "turn of a layer of the last quarter, °", "turned since the embedding, °"], rows))
+                                             "turn of a layer of the last quarter, °", "turns of all layers, °", "embedding to end, °"], rows))
 
 
 def claims(logs: dict) -> list[list[str]]:
@@ -85,18 +97,21 @@ def claims(logs: dict) -> list[list[str]]:
         ahead = {blocks: gaps(logs, optimizer, blocks) for blocks in (3, 24)}
         grown = subtract(ahead[24], ahead[3])
         rows += [[f"NAG is ahead at 24 blocks, {its_name}", "ahead", f"by {spread(ahead[24])}", verdict(ahead[24])],
-                 [f"the gap grows with depth, {its_name}", "grows", f"{spread(ahead[3])} at 3 blocks, {spread(ahead[24])} at 24",
-                  verdict(grown)]]
-    grown, late = ([stream(logs, arm, "muon", 24, value) for arm in ("prenorm", "nag")] for value in (growth, late_turn))
-    turned = [stream(logs, arm, "muon", 24, lambda found: found["from_embedding"][-1]) for arm in ("prenorm", "nag")]
-    return rows + [
-        ["the baseline's residual norm grows more, 24 blocks", "up to 120 × larger",
-         f"× {spread(grown[0], 2)} from the embedding to the end; NAG × {spread(grown[1], 2)}",
-         verdict([math.log(prenorm / nag) for prenorm, nag in zip(*grown)])],
-        ["late layers turn the direction less in the baseline, 24 blocks", "hardly turn it",
-         f"{spread(late[0], 1)}° a layer of the last quarter; NAG {spread(late[1], 1)}°", verdict(subtract(late[1], late[0]))],
-        ["NAG turns further from the embedding, 24 blocks", "stays meaningful at depth",
-         f"{spread(turned[0], 1)}° in the baseline; NAG {spread(turned[1], 1)}°", verdict(subtract(turned[1], turned[0]))]]
+                 [f"NAG gains on the baseline from 3 blocks to 24, {its_name}", "the gap grows with depth",
+                  f"ahead by {spread(ahead[3])} at 3, {spread(ahead[24])} at 24", verdict(grown)]]
+        at_end, grown, late, turned = ([stream(logs, arm, optimizer, 24, value) for arm in ("prenorm", "nag")]
+                                       for value in (end, growth, late_turn, lambda found: sum(found["angle"])))
+        times, times_grown = ([prenorm / nag for prenorm, nag in zip(*found)] for found in (at_end, grown))
+        rows += [
+            [f"the baseline's residual is larger after the last of 24 blocks, {its_name}", "up to 120 × larger",
+             f"× {spread(times, 1)}", verdict(list(map(math.log, times)))],
+            [f"and has grown more since the embedding, {its_name}", "–", f"× {spread(grown[0], 1)}; NAG's × {spread(grown[1], 1)}",
+             verdict(list(map(math.log, times_grown)))],
+            [f"late layers turn the direction less in the baseline, 24 blocks, {its_name}", "hardly turn it",
+             f"{spread(late[0], 1)}° a layer of the last quarter; NAG {spread(late[1], 1)}°", verdict(subtract(late[1], late[0]))],
+            [f"NAG turns it more in all, 24 blocks, {its_name}", "stays meaningful at depth",
+             f"{spread(turned[0], 0)}° in the baseline; NAG {spread(turned[1], 0)}°", verdict(subtract(turned[1], turned[0]))]]
+    return rows
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from series import SEEDS, Job, by_seed, main, plot, spread, subtract, table, verdict
 
+from model import interpolate
+
 
 class Training(NamedTuple):
     """A way to train, and at laptop size a shape or length of its own."""
@@ -58,6 +60,12 @@ def found(logs: dict, name: str, rate: float, key: str = "val_loss", way=("per_l
     return sum(by_seed(logs, name, value), [])
 
 
+def loss_at(logs: dict, name: str, shares: list[float]) -> list[float]:
+    """The dial's loss by the modulator where each seed's checkpoint executes these shares of the FLOPs, between its rates."""
+    flops, losses = (list(zip(*(found(logs, name, rate, key) for rate in reversed(RATES)))) for key in ("flops_share", "val_loss"))
+    return [interpolate(*each) for each in zip(shares, flops, losses)]
+
+
 def draw(logs: dict, args):
     rows, lines = [], {}
     for name in TRAINED:
@@ -65,9 +73,10 @@ def draw(logs: dict, args):
             losses, flops = ([found(logs, name, rate, key, way) for rate in RATES] for key in ("val_loss", "flops_share"))
             if any(losses):
                 label = f"{way[1]}{', global' * (way[0] == 'global')}"
-                rows.append([name, label, *map(spread, losses), max(map(len, losses))])
+                rows.append([name, label, *map(spread, losses), " ".join(f"{statistics.mean(each):.2f}" if each else "–" for each in flops),
+                             max(map(len, losses))])
                 lines[f"{name}, {label}"] = ([statistics.mean(each) if each else None for each in flops], losses)
-    print(table(args.results / "dial.md", ["trained", "chosen by", *(f"{rate:g}" for rate in RATES), "seeds"], rows))
+    print(table(args.results / "dial.md", ["trained", "chosen by", *(f"{rate:g}" for rate in RATES), "shares of FLOPs", "seeds"], rows))
     x, y = "executed FLOPs, share of full depth", "validation loss, nats a byte"
     usual = ("full, modulator", "quarter, modulator", "random-0.5, modulator", "random-0.8, modulator", "prenorm, static")
     plot(args.results / "dial.png", {label: lines[label] for label in usual if label in lines}, x, y)
@@ -75,7 +84,7 @@ def draw(logs: dict, args):
 
 
 def claims(logs: dict) -> list[list[str]]:
-    rows = []
+    rows, static = [], ("per_layer", "static")
     for kind, said in SAID.items():
         full, random = f"full{kind}", f"random-0.5{kind}"
         lost = subtract(found(logs, random, 0.4), found(logs, random, 0.0))
@@ -86,15 +95,19 @@ def claims(logs: dict) -> list[list[str]]:
                      f"{spread(lost)} lost from 0 to 40 %, and {spread(cost)} against full-depth training at full depth; that loses "
                      f"{spread(without)} to 40 %", verdict(gain)])
     for name, said in (("full", "full-depth"), ("random-0.5", "random-rate")):
-        worse = subtract(found(logs, name, 0.25, way=("per_layer", "random")), found(logs, name, 0.25))
-        whole = subtract(found(logs, name, 0.25, way=("per_layer", "static")), found(logs, name, 0.25))
-        rows.append([f"a quarter chosen by the modulator, of a {said} checkpoint, beats chance and dropping whole layers",
-                     "a dial after training", f"chance loses {spread(worse)} more, whole layers {spread(whole)}", verdict(worse + whole)])
-    per_layer = found(logs, "full", 0.25)
-    prenorm = subtract(found(logs, "prenorm", 0.25, way=("per_layer", "static")), found(logs, "prenorm", 0.0, way=("per_layer", "static")))
-    loses = subtract(per_layer, found(logs, "full", 0.0))
-    return rows + [["full-depth NAG loses less at a quarter than the baseline with whole layers left out", "a dial after training",
-                    f"{spread(loses)}; baseline {spread(prenorm)}", verdict(subtract(prenorm, loses))]]
+        chance = subtract(found(logs, name, 0.25, way=("per_layer", "random")), found(logs, name, 0.25))
+        whole = subtract(found(logs, name, 0.25, way=static), loss_at(logs, name, found(logs, name, 0.25, "flops_share", static)))
+        rows.append([f"the modulator chooses better than chance, and than whole layers left out, for equal FLOPs of a {said} checkpoint",
+                     "a dial after training", f"chance loses {spread(chance)} more at 25 %, 4 layers of 16 {spread(whole)}",
+                     verdict(chance, whole)])
+    base = subtract(found(logs, "prenorm", 0.25, way=static), found(logs, "prenorm", 0.0, way=static))
+    shares, at_full_depth = found(logs, "prenorm", 0.25, "flops_share", static), found(logs, "full", 0.0)
+    for said, nag in (("for equal FLOPs", loss_at(logs, "full", shares)),
+                      ("with 4 layers left out too", found(logs, "full", 0.25, way=static))):
+        loses = subtract(nag, at_full_depth)
+        rows.append([f"full-depth NAG, {said}, loses less than the baseline with 4 layers of 16 left out", "a dial after training",
+                     f"{spread(loses)}; baseline {spread(base)}", verdict(subtract(base, loses))])
+    return rows
 
 
 if __name__ == "__main__":

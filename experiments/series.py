@@ -2,6 +2,9 @@
 
 A run is in the making in runs/EXPERIMENT/NAME; when it is finished a short form of its log goes to
 experiments/logs/EXPERIMENT/NAME.jsonl. From these all tables and plots in experiments/results are drawn.
+
+A log tells by its last line with which commands it was made: only while they are the job's is the run finished. What they do not
+say they cannot tell: remove the logs that lean on a default before you change it, and all logs if yours is another text.
 """
 
 import argparse
@@ -39,7 +42,7 @@ SCALES = {
 }
 ON_GPUS = "torchrun --standalone --nproc_per_node 8"
 TEXT_ON_GPUS = "fineweb-edu"
-NOT_YET = "too few runs"
+NOT_YET, NOT_SEEN = "too few runs", "not seen at this size"
 SEEDS = (1, 2, 3)                       # of what is reported
 OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
 
@@ -116,7 +119,7 @@ def print_commands(jobs):
         print(f"# {scale}; the text: python prepare_data.py --source {TEXT_ON_GPUS} --encoding gpt2 --out_dir data/{TEXT_ON_GPUS}")
         for job in jobs(scale):
             for words in job._replace(text=TEXT_ON_GPUS).commands(scale, "data", f"runs/{scale}/{job.name}"):
-                print(ON_GPUS, *words)
+                print("python" if words[0] in job.evaluations else ON_GPUS, *words)
 
 
 class Children:
@@ -134,7 +137,8 @@ class Children:
                                      stderr=subprocess.PIPE, text=True)
             self.running.add(child)
         error = child.communicate()[1]
-        self.running.discard(child)
+        with self.lock:
+            self.running.discard(child)
         if self.stopped:
             raise KeyboardInterrupt
         if child.returncode:
@@ -149,8 +153,11 @@ class Children:
 
 
 def run_all(experiment: str, jobs: list[Job], args):
-    """Do what is not done: a finished run has its log, an unfinished one goes on from its checkpoint."""
-    begun, children = time.monotonic(), Children()
+    """Do what is not done: a finished run has its log, an unfinished one goes on from its checkpoint.
+
+    A run that fails does not keep the others from running. UserError at the end, with what each had to say.
+    """
+    begun, children, failures = time.monotonic(), Children(), []
     done = finished_logs(experiment, jobs, args)
     to_do = [job for job in jobs if job.name not in done]
     for text in sorted({job.text for job in to_do}):
@@ -160,7 +167,11 @@ def run_all(experiment: str, jobs: list[Job], args):
 
     def run(job: Job):
         if args.seconds is None or time.monotonic() - begun < args.seconds:
-            loss = run_one(job, args, children, args.runs / experiment / job.name, log_path(experiment, job, args))
+            try:
+                loss = run_one(job, args, children, args.runs / experiment / job.name, log_path(experiment, job, args))
+            except prepare_data.UserError as error:
+                failures.append(str(error))
+                return
             bar.set_postfix_str(f"{job.name}: {loss:.4f}")
             bar.update()
 
@@ -176,23 +187,36 @@ def run_all(experiment: str, jobs: list[Job], args):
             pool.shutdown(wait=False, cancel_futures=True)
             children.stop()
             raise
+    if failures:
+        raise prepare_data.UserError(f"{len(failures)} of {len(to_do)} runs failed: {'; '.join(failures)}")
 
 
 def run_one(job: Job, args, children: Children, out_dir: Path, log: Path) -> float:
-    """Train, evaluate, and leave the log. Returns the validation loss."""
+    """Train, evaluate, and leave the log. Returns the validation loss. UserError where out_dir has another run, or an unfinished one."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     training, *evaluations = job.commands(args.scale, os.path.relpath(args.data, ROOT), os.path.relpath(out_dir, ROOT))
-    for words in ([*training, "--resume"], *evaluations):
+    training += ["--resume"]
+
+    def entries() -> list[dict]:
+        path = out_dir / "log.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    for entry in entries()[:1]:             # --resume would go on with the flags it began with
+        if entry["command"][:len(training)] != training:
+            raise prepare_data.UserError(f"{out_dir}: holds a run with other flags; remove it")
+    children.run(training)
+    if not any("val_loss" in entry for entry in entries()):
+        raise prepare_data.UserError(f"{job.name}: was stopped before its end; the same command goes on")
+    for words in evaluations:
         children.run(words)
-    entries = [json.loads(line) for line in (out_dir / "log.jsonl").read_text().splitlines()]
-    last_step = max(entry.get("step", 0) for entry in entries)
-    kept = [entry for entry in entries if "loss" not in entry or entry["step"] % 20 == 0 or entry["step"] == last_step]
-    loss = last(kept, "val_loss")           # which a run that was stopped has not: its log is not to be called finished
+    found = entries()
+    last_step = max(entry.get("step", 0) for entry in found)
+    kept = [entry for entry in found if "loss" not in entry or entry["step"] % 20 == 0 or entry["step"] == last_step]
     log.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(rounded(entry)) for entry in (*kept, {"finished": job.commands(args.scale, "data", "runs")})]
     with replaced(log) as whole:
         whole.write_text("\n".join(lines) + "\n")
-    return loss
+    return last(kept, "val_loss")
 
 
 def rounded(value):
@@ -243,15 +267,22 @@ def spread(values: list[float], digits: int = 4) -> str:
     return f"{statistics.mean(values):.{digits}f}" + (f" ± {half:.{digits}f}" if len(values) > 1 else "")
 
 
-def verdict(differences: list[float]) -> str:
-    """What is to be said of a claim that these numbers, one a seed, are above 0.
+def verdict(*conditions: list[float]) -> str:
+    """What is to be said of a claim that these numbers, under each condition one a seed, are above 0.
 
-    It is seen only where their mean is larger than their whole range, three seeds at least; opposite where it is below 0 by as much.
+    It is seen only where under each condition their mean is larger than their whole range, three seeds at least; opposite where it is
+    below 0 by as much. Of three draws around 0 that is so for one in 25 on either side; of three around one standard deviation
+    only for a quarter, around two for two thirds: what is not seen may be there.
     """
-    if len(differences) < 3:
+    if min(map(len, conditions)) < 3:
         return NOT_YET
-    mean, width = statistics.mean(differences), max(differences) - min(differences)
-    return "seen" if mean > width else "opposite" if mean < -width else "not seen at this size"
+
+    def alone(differences):
+        mean, width = statistics.mean(differences), max(differences) - min(differences)
+        return "seen" if mean > width else "opposite" if mean < -width else NOT_SEEN
+
+    said = set(map(alone, conditions))
+    return said.pop() if len(said) == 1 else NOT_SEEN
 
 
 def table(path: Path, head: list[str], rows: list[list]) -> str:

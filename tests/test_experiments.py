@@ -139,11 +139,10 @@ def test_printed_commands_can_be_pasted(name, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     for line in lines:
-        launcher, script = line[:len(series.ON_GPUS)], line[len(series.ON_GPUS) + 1:]
-        assert launcher == series.ON_GPUS
-        script, *words = script.split()
-        assert (ROOT / script).is_file()
-        if script == "experiments/measure_stream.py":
+        once = line.startswith("python experiments/measure_stream.py ")     # adds a line to the log: not on 8 GPUs at once
+        launcher, script, *words = (line.removeprefix(series.ON_GPUS if not once else "python")).split(" ")
+        assert launcher == "" and (ROOT / script).is_file()
+        if once:
             continue
         at = words.index("--") + 1 if "--" in words else 0
         for word in words[:max(0, at - 1)]:
@@ -160,6 +159,33 @@ def test_a_verdict_needs_more_than_the_seeds_differ():
     assert series.verdict([-0.010, 0.030, 0.012]) == "not seen at this size"
     assert series.verdict([-0.010, -0.014, -0.012]) == "opposite"
     assert series.verdict([1.0, 1.0]) == series.verdict([]) == series.NOT_YET
+
+
+def test_a_verdict_on_several_conditions_needs_each_of_them():
+    clear, clearer = [0.18, 0.18, 0.18], [0.55, 0.54, 0.56]
+    assert series.verdict(clear, clearer) == "seen"
+    assert series.verdict(clear, [-0.1, 0.1, 0.2]) == series.verdict(clear, [-each for each in clearer]) == "not seen at this size"
+    assert series.verdict([0.1, 0.1], [0.1, 0.1]) == series.NOT_YET
+
+
+def test_a_run_with_other_flags_is_not_gone_on_with(texts, tmp_path):
+    script = tmp_path / "long.py"
+    script.write_text(LONG.format(folder=str(EXPERIMENTS)).replace("--steps 300", "--steps 2"))
+    assert start(script, texts, tmp_path).wait() == 0
+    shutil.rmtree(tmp_path / "logs")
+    script.write_text(script.read_text().replace("--steps 2", "--steps 2 --learning_rate 0.1"))
+    other = start(script, texts, tmp_path)
+    error = other.communicate()[1]
+    assert other.returncode == 2 and "holds a run with other flags; remove it" in error and not (tmp_path / "logs").exists()
+
+
+def test_a_dial_is_compared_at_equal_flops(monkeypatch):
+    """A loss that is 1 − share everywhere: read between the rates, for each seed at its own share."""
+    import dial
+    shares = {rate: 1 - rate / 2 for rate in dial.RATES}
+    monkeypatch.setattr(dial, "found", lambda logs, name, rate, key="val_loss": [
+        shares[rate] if key == "flops_share" else 1 - shares[rate]] * 2)
+    assert dial.loss_at({}, "full", [0.83, 0.72]) == pytest.approx([0.17, 0.28])
 
 
 def test_a_spread_is_half_the_range():
