@@ -648,7 +648,7 @@ class NAGTransformer(nn.Module):
                               NAG                           pre-norm
         embedding             normal, std 0.02              normal, std 1
         unembedding           normal, std 1/√d              the same
-        branch matrices       normal, std 1/√fan_in         the same; output matrices divided by √L
+        branch matrices       normal, std 1/√fan_in         the same; output matrices divided by 4√L
         log-norm at the start −1.2                          –        (first loss close to log V)
         α of layer l = 1, …   alpha_scale · l^−alpha_power  –        (eq 23–24)
         w, b, q, β            std 0.02, 0, 0, 1             –
@@ -666,7 +666,7 @@ class NAGTransformer(nn.Module):
             elif ".branch." in name:
                 parameter.normal_(std=parameter.size(1) ** -0.5)
                 if self.config.residual == "prenorm" and ".output." in name:
-                    parameter.div_(math.sqrt(len(self.layers)))
+                    parameter.div_(4 * math.sqrt(len(self.layers)))
         if self.config.residual == "prenorm":
             return
         self.log_norm_start.fill_(-1.2)
@@ -839,16 +839,18 @@ class NAGTransformer(nn.Module):
     # -----------------------------------------------------------------------------------------------------------------
     # Training
 
-    def configure_optimizers(self, optimizer: str = "muon", learning_rate: float = 4e-3,
+    def configure_optimizers(self, optimizer: str = "muon", learning_rate: float | None = None,
                              matrix_learning_rate: float | None = None, gate_learning_rate: float = 4e-3,
                              weight_decay: float = 0.1) -> list[torch.optim.Optimizer]:
         """One or two optimizers that together hold every parameter once; each group keeps its "initial_lr".
 
         The branches' matrices go to Muon (default rate 0.02) or, with "adamw", to AdamW (default 6e-3), where both arms
-        did best; they alone decay. Everything else is AdamW's: embeddings and norms at `learning_rate`; modulators, α and
-        β at `gate_learning_rate`, since what multiplies a whole branch wants its own pace; the log-norm at the start
-        at five times that.
+        did best; they alone decay. Everything else is AdamW's: embeddings and norms at `learning_rate` (default 4e-3; the
+        baseline beside AdamW's matrices 8e-3); modulators, α and β at `gate_learning_rate`, since what multiplies a
+        whole branch wants its own pace; the log-norm at the start at five times that.
         """
+        if learning_rate is None:
+            learning_rate = 8e-3 if (self.config.residual, optimizer) == ("prenorm", "adamw") else 4e-3
         if matrix_learning_rate is None:
             matrix_learning_rate = 0.02 if optimizer == "muon" else 6e-3
         gates = {"alpha", "beta_raw", "preferred", "bias", "mix"}

@@ -91,7 +91,8 @@ def flag_parser() -> Parser:
     training.add_argument("--micro_batch", type=positive_int, default=None,
                           help="sequences in memory at a time; None: what divides a process's share of the batch, at most 16")
     training.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="for the branches' matrices")
-    training.add_argument("--learning_rate", type=non_negative_float, default=4e-3, help="peak, for embeddings and norms")
+    training.add_argument("--learning_rate", type=non_negative_float, default=None,
+                          help="peak, for embeddings and norms; None: 4e-3, 8e-3 (adamw, prenorm)")
     training.add_argument("--matrix_learning_rate", type=non_negative_float, default=None,
                           help="peak, for the branches' matrices; None: 0.02 (muon), 6e-3 (adamw)")
     training.add_argument("--gate_learning_rate", type=non_negative_float, default=4e-3, help="peak, for modulators and α")

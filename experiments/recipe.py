@@ -73,9 +73,9 @@ assert len({len(settings) for settings in SEARCH.values()}) == 1       # the sam
 SEARCH_SEED = 4                                                        # none of those that are reported
 # What the search began with, and its settings are added to.
 START = {("nag", "muon"): "--matrix_learning_rate 0.02 | unembedding_std=0.02",
-         ("prenorm", "muon"): "--matrix_learning_rate 0.02 | unembedding_std=0.02 embedding_std=0.5",
+         ("prenorm", "muon"): "--matrix_learning_rate 0.02 | unembedding_std=0.02 embedding_std=0.5 output_scale=1",
          ("nag", "adamw"): "--matrix_learning_rate 4e-3 | unembedding_std=0.02",
-         ("prenorm", "adamw"): "--matrix_learning_rate 3e-3 | unembedding_std=0.02 embedding_std=0.5"}
+         ("prenorm", "adamw"): "--matrix_learning_rate 3e-3 --learning_rate 4e-3 | unembedding_std=0.02 embedding_std=0.5 output_scale=1"}
 DEFAULTS = "defaults"                   # what it ended with: model.py's and train.py's own
 FASTER = f"{DEFAULTS} --matrix_learning_rate 0.04"      # ahead under Muon in the search's short runs, not in longer ones
 

@@ -9,7 +9,8 @@ Everything after -- is train.py's. What can be changed, and what it is otherwise
     unembedding_std             of the head, whose rows NAG normalises: 1/√d
     log_norm_start              log-norm of each token at the start, which sets the temperature of the first logits: −1.2
     bias                        b of the modulators, which shifts all first gains: 0
-    branch_scale, output_scale  factors on the branches' matrices, on those of their outputs alone: 1
+    branch_scale                factor on the branches' matrices: 1
+    output_scale                factor on those of their outputs: 1; in the baseline, on 1/√L: ¼
     eps                         of the normaliser in the update: 1e-6
     rate_power                  of the rates drawn for random:S: S·(0, ⅕ … 1)^rate_power; 1, and above it low rates are the rule
 """
@@ -43,7 +44,9 @@ def change(settings: dict[str, float]):
             self.unembedding.weight.mul_(settings["unembedding_std"] * self.config.n_embd**0.5)
         for name, parameter in self.named_parameters():
             if ".branch." in name:
-                parameter.mul_(settings.get("branch_scale", 1) * (settings.get("output_scale", 1) if ".output." in name else 1))
+                parameter.mul_(settings.get("branch_scale", 1))
+            if ".output." in name and "output_scale" in settings:
+                parameter.mul_(settings["output_scale"] / (1 if nag else 0.25))
         if not nag:
             return
         if "log_norm_start" in settings:

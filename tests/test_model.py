@@ -257,7 +257,7 @@ def test_every_parameter_has_its_documented_initial_spread(residual):
     torch.manual_seed(0)
     model = NAGTransformer(Config(n_embd=128, n_layer=2, residual=residual))
     stds = {name: parameter.std().item() for name, parameter in model.named_parameters() if parameter.ndim == 2}
-    shrink = 0.5 if residual == "prenorm" else 1.0          # 1/√L with four layers
+    shrink = 0.125 if residual == "prenorm" else 1.0        # 1/(4√L) with four layers
     assert stds["layers.0.branch.query.weight"] == pytest.approx(128**-0.5, rel=0.05)
     assert stds["layers.0.branch.output.weight"] == pytest.approx(shrink * 128**-0.5, rel=0.05)
     assert stds["layers.3.branch.output.weight"] == pytest.approx(shrink * 512**-0.5, rel=0.05)
