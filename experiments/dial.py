@@ -67,18 +67,20 @@ def loss_at(logs: dict, name: str, shares: list[float]) -> list[float]:
 
 
 def draw(logs: dict, args):
-    rows, lines = [], {}
+    rows, lines = {}, {}
     for name in TRAINED:
         for way in WAYS:
             losses, flops = ([found(logs, name, rate, key, way) for rate in RATES] for key in ("val_loss", "flops_share"))
             if any(losses):
                 label = f"{way[1]}{', global' * (way[0] == 'global')}"
-                rows.append([name, label, *map(spread, losses), " ".join(f"{statistics.mean(each):.2f}" if each else "–" for each in flops),
-                             max(map(len, losses))])
+                shares = " ".join(f"{statistics.mean(each):.2f}" if each else "–" for each in flops)
+                rows[f"{name}, {label}"] = [name, label, *map(spread, losses), shares, max(map(len, losses))]
                 lines[f"{name}, {label}"] = ([statistics.mean(each) if each else None for each in flops], losses)
-    print(table(args.results / "dial.md", ["trained", "chosen by", *(f"{rate:g}" for rate in RATES), "shares of FLOPs", "seeds"], rows))
-    x, y = "executed FLOPs, share of full depth", "validation loss, nats a byte"
     usual = ("full, modulator", "quarter, modulator", "random-0.5, modulator", "random-0.8, modulator", "prenorm, static")
+    head = ["trained", "chosen by", *(f"{rate:g}" for rate in RATES), "shares of FLOPs", "seeds"]
+    print(table(args.results / "dial.md", head, list(rows.values())))
+    print(table(args.results / "dial-usual.md", head, [rows[label] for label in usual if label in rows]))
+    x, y = "executed FLOPs, share of full depth", "validation loss, nats a byte"
     plot(args.results / "dial.png", {label: lines[label] for label in usual if label in lines}, x, y)
     plot(args.results / "dial-ways.png", {label: line for label, line in lines.items() if label.startswith("random-0.5,")}, x, y)
 

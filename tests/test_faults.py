@@ -57,7 +57,7 @@ def test_the_last_checkpoints_are_kept_and_the_best_besides(kept):
 def test_the_best_checkpoint_stays_where_later_ones_are_worse(python_text, tmp_path, capsys):
     base = ["--data", python_text, "--out_dir", tmp_path / "out", "--skip_rate", 0]
     run(*SHAPE, *base, "--steps", 16)
-    run(*base, "--resume", "--steps", 24, "--matrix_learning_rate", 2, "--learning_rate", 2, "--min_lr", 1)
+    run(*base, "--resume", "--steps", 24, "--gate_learning_rate", 2, "--learning_rate", 2, "--min_lr", 1)
     losses = {entry["step"]: entry["val_loss"] for entry in entries(tmp_path / "out") if "val_loss" in entry}
     best = min(losses, key=losses.get)
     assert best == 16 and read_checkpoint(tmp_path / "out" / "best.pt")["step"] == best
@@ -75,7 +75,8 @@ def test_resuming_passes_over_damaged_checkpoints_says_so_and_ends_in_the_same_w
     out = copied(kept, tmp_path)
     whole = (out / "ckpt-0000028.pt").read_bytes()
     (out / "ckpt.pt").write_bytes(b"x" * 100)
-    (out / "ckpt-0000028.pt").write_bytes(whole[:20000] + b"\xff" + whole[20001:])
+    at = whole.index(weights(out / "ckpt-0000028.pt")["embedding.weight"].numpy().tobytes()) + 100
+    (out / "ckpt-0000028.pt").write_bytes(whole[:at] + bytes([whole[at] ^ 0xff]) + whole[at + 1:])
     (out / ".ckpt.pt.tmp-77").write_bytes(b"left by a killed process")
     run("--data", python_text, "--out_dir", out, "--resume")
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
