@@ -29,7 +29,7 @@ def jobs(scale: str) -> list[Job]:
                    f"--seed {seed} --skip_rates 0 --eval_every 100000", evaluations=("experiments/measure_stream.py",))
     if scale == "smoke":
         return [job("nag", "muon", 3, 1), job("prenorm", "muon", 6, 1)]
-    return [job(arm, optimizer, blocks, seed) for seed in SEEDS for optimizer in OPTIMIZERS for blocks in BLOCKS for arm in ARMS]
+    return [job(arm, optimizer, blocks, seed) for optimizer in OPTIMIZERS for seed in SEEDS for blocks in BLOCKS for arm in ARMS]
 
 
 def losses(logs: dict, arm: str, optimizer: str, blocks: int) -> list[float]:
