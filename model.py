@@ -11,8 +11,9 @@ A token's way through the model, to be read from top to bottom:
     ─ head ─> logits (B, T, V): the direction's agreement with each vocabulary entry, times the norm
 
 Shape letters: B sequences, T tokens of each, N = B·T tokens of a batch in one row, k of them kept by a layer, d width
-(n_embd), H heads of hd = d/H features, V vocabulary, C preferred directions, L = 2·n_layer layers. The method is that of Figliolia & Millidge, "Scaling Adaptive Depth with
-Norm-Agnostic Residual Networks" (arXiv 2606.16112); its equation numbers stand beside the lines that compute them.
+(n_embd), H heads of hd = d/H features, V vocabulary, C preferred directions, L = 2·n_layer layers. The method is that
+of Figliolia & Millidge, "Scaling Adaptive Depth with Norm-Agnostic Residual Networks" (arXiv 2606.16112); its equation
+numbers stand beside the lines that compute them.
 [R] marks what the paper leaves open and we had to choose.
 """
 
@@ -643,7 +644,7 @@ class NAGTransformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Every initial value, in one place. Each arm has the values that served it best.
+        """Every initial value, in one place. Each arm has those that an equal search found for it (recipe.py).
 
                               NAG                           pre-norm
         embedding             normal, std 0.02              normal, std 1
@@ -656,14 +657,12 @@ class NAGTransformer(nn.Module):
 
         NAG's output matrices are not shrunk: the update normalises a branch's output, and where little of it is left
         the turn fades and the gradient grows. Of its unembedding rows only the direction counts: the larger they start,
-        the less a step turns them.
+        the less a step turns them. The baseline's branches start small beside its embedding, and add as they learn.
         """
         for name, parameter in self.named_parameters():
             if name.startswith("embedding"):
                 parameter.normal_(std=1 if self.config.residual == "prenorm" else 0.02)
-            elif name.startswith("unembedding"):
-                parameter.normal_(std=parameter.size(1) ** -0.5)
-            elif ".branch." in name:
+            elif name.startswith("unembedding") or ".branch." in name:
                 parameter.normal_(std=parameter.size(1) ** -0.5)
                 if self.config.residual == "prenorm" and ".output." in name:
                     parameter.div_(4 * math.sqrt(len(self.layers)))
@@ -844,10 +843,11 @@ class NAGTransformer(nn.Module):
                              weight_decay: float = 0.1) -> list[torch.optim.Optimizer]:
         """One or two optimizers that together hold every parameter once; each group keeps its "initial_lr".
 
-        The branches' matrices go to Muon (default rate 0.02) or, with "adamw", to AdamW (default 6e-3), where both arms
-        did best; they alone decay. Everything else is AdamW's: embeddings and norms at `learning_rate` (default 4e-3; the
-        baseline beside AdamW's matrices 8e-3); modulators, α and β at `gate_learning_rate`, since what multiplies a
-        whole branch wants its own pace; the log-norm at the start at five times that.
+        The branches' matrices go to Muon (default rate 0.02: twice that learns faster at first, and ends no better) or,
+        with "adamw", to AdamW (default 6e-3, the best for both arms); they alone decay. Everything else is AdamW's:
+        embeddings and norms at `learning_rate` (default 4e-3; the baseline beside AdamW's matrices 8e-3); modulators, α
+        and β at `gate_learning_rate`, since what multiplies a whole branch wants its own pace; the log-norm at the
+        start at five times that.
         """
         if learning_rate is None:
             learning_rate = 8e-3 if (self.config.residual, optimizer) == ("prenorm", "adamw") else 4e-3
