@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import train
 from conftest import ROOT, fails, tiny_model, tiny_tokens
-from model import PLAIN, ModelError, Rows, TopShare, operations, rows_of
+from model import PLAIN, ModelError, Rows, TopShare, operations
 
 kernels = pytest.importorskip("kernels", reason="Triton is not installed")
 import triton  # noqa: E402
