@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -121,6 +122,9 @@ def test_readme_has_the_numbers_of_the_tables():
     assert {path.name for path in named} >= {"claims.md"}
     for path in named:
         assert path.read_text().strip() in readme, f"{path.name} is not in README.md as it stands"
+    tables = "".join(path.read_text() for path in RESULTS)
+    for figure in re.findall(r"-?\d[\d.]* ± \d[\d.]*\d", readme):          # those in its sentences too
+        assert figure in tables, f"{figure} is in README.md and in no table"
 
 
 def test_logs_are_small_and_have_no_absolute_paths():
