@@ -11,23 +11,26 @@ import dial
 import isoflop
 import overheads
 import recipe
-from series import NOT_YET, finished_logs, parse_args, table
+from series import NOT_YET, finished_logs, guarded, parse_args, read_log, table
 
 SERIES = {"recipe": recipe, "depth": depth, "isoflop": isoflop, "dial": dial}
 
 
-def main(argv=None):
-    args = parse_args(__doc__.splitlines()[0], argv)
+def draw_all(args):
     rows = []
     with contextlib.redirect_stdout(io.StringIO()):         # of the other tables, each of which its own script prints
         for experiment, module in SERIES.items():
             logs = finished_logs(experiment, module.jobs(args.scale), args)
             module.draw(logs, args)
             rows += module.claims(logs)
-        overheads.draw(log := overheads.read_log(args), args)
+        overheads.draw(log := read_log(overheads.log_path(args)), args)
     rows += overheads.claims(log) if log else []
     rows = [row for row in rows if row[-1] != NOT_YET]
     print(table(args.results / "claims.md", ["claim", "paper", "measured", "verdict"], rows))
+
+
+def main(argv=None):
+    guarded("claims", draw_all, parse_args(__doc__.splitlines()[0], argv, runs=False))
 
 
 if __name__ == "__main__":

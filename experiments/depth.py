@@ -7,15 +7,14 @@
 import math
 import statistics
 
-from series import OPTIMIZERS, SEEDS, Job, by_seed, last, main, plot, spread, subtract, table, verdict
+from series import OPTIMIZERS, SEEDS, Job, by, by_seed, last, main, plot, spread, subtract, table, verdict
 
 NARROW = 48                             # so deep that it has to be narrower to fit in some minutes
 BLOCKS = (3, 6, 12, 24, NARROW)
 ARMS = {"nag": "--residual nag --skip_rate 0", "prenorm": "--residual prenorm"}
-
-
-def width(blocks: int) -> int:
-    return 48 if blocks == NARROW else 64
+# Width by scale, of the others and of the narrow one; nothing: that of the scale.
+SHAPES = {"laptop": ("--n_embd 64 --n_head 2 --steps 500", "--n_embd 48 --n_head 2 --steps 500"), "smoke": ("", ""),
+          "124m": ("", "--n_embd 384 --n_head 6"), "350m": ("", "--n_embd 512 --n_head 8")}
 
 
 def name(arm: str, optimizer: str, blocks: int) -> str:
@@ -24,8 +23,8 @@ def name(arm: str, optimizer: str, blocks: int) -> str:
 
 def jobs(scale: str) -> list[Job]:
     def job(arm, optimizer, blocks, seed):
-        shape = f" --n_embd {width(blocks)} --n_head 2 --steps 500" if scale == "laptop" else ""
-        return Job(f"{name(arm, optimizer, blocks)}-seed{seed}", f"{ARMS[arm]} --optimizer {optimizer} --n_layer {blocks}{shape} "
+        shape = SHAPES[scale][blocks == NARROW]
+        return Job(f"{name(arm, optimizer, blocks)}-seed{seed}", f"{ARMS[arm]} --optimizer {optimizer} --n_layer {blocks} {shape} "
                    f"--seed {seed} --skip_rates 0 --eval_every 100000", evaluations=("experiments/measure_stream.py",))
     if scale == "smoke":
         return [job("nag", "muon", 3, 1), job("prenorm", "muon", 6, 1)]
@@ -51,10 +50,15 @@ def late_turn(found: dict) -> float:
     return statistics.mean(found["angle"][-max(1, len(found["angle"]) // 4):])
 
 
-def larger(logs: dict, optimizer: str, blocks: int) -> float:
+def model_of(logs: dict, arm: str, optimizer: str, blocks: int) -> dict:
+    """What the first line of the log says of the model."""
+    return logs[f"{name(arm, optimizer, blocks)}-seed{SEEDS[0]}"][0]
+
+
+def larger(logs: dict, optimizer: str, blocks: int) -> str:
     """How many times the baseline's parameters NAG has, by its modulators: the narrower the more."""
-    nag, prenorm = (logs[f"{name(arm, optimizer, blocks)}-seed{SEEDS[0]}"][0]["parameters"] for arm in ARMS)
-    return nag / prenorm
+    nag, prenorm = (model_of(logs, arm, optimizer, blocks)["parameters"] for arm in ARMS)
+    return f"{nag / prenorm:.3f}"
 
 
 def end(found: dict) -> float:
@@ -68,8 +72,8 @@ def growth(found: dict) -> float:
 
 
 def draw(logs: dict, args):
-    rows = [[optimizer, blocks, width(blocks), *(spread(losses(logs, arm, optimizer, blocks)) for arm in ARMS), spread(gap),
-             f"{larger(logs, optimizer, blocks):.3f}", len(gap)]
+    rows = [[optimizer, blocks, model_of(logs, "nag", optimizer, blocks)["config"]["n_embd"],
+             *(spread(losses(logs, arm, optimizer, blocks)) for arm in ARMS), spread(gap), larger(logs, optimizer, blocks), len(gap)]
             for optimizer in OPTIMIZERS for blocks in BLOCKS if (gap := gaps(logs, optimizer, blocks))]
     print(table(args.results / "depth.md", ["optimizer", "blocks", "width", "NAG", "pre-norm", "pre-norm − NAG",
                                             "parameters, NAG ÷ pre-norm", "seeds"], rows))
@@ -95,18 +99,20 @@ def claims(logs: dict) -> list[list[str]]:
     rows = []
     for optimizer, its_name in OPTIMIZERS.items():
         ahead = {blocks: gaps(logs, optimizer, blocks) for blocks in (3, 24)}
-        grown = subtract(ahead[24], ahead[3])
-        rows += [[f"NAG is ahead at 24 blocks, {its_name}", "ahead", f"by {spread(ahead[24])}", verdict(ahead[24])],
-                 [f"NAG gains on the baseline from 3 blocks to 24, {its_name}", "the gap grows with depth",
-                  f"ahead by {spread(ahead[3])} at 3, {spread(ahead[24])} at 24", verdict(grown)]]
+        if not all(ahead.values()):
+            continue
+        at = {blocks: f"{by(gap, 'ahead by', 'behind by')} at {blocks} blocks, parameters × {larger(logs, optimizer, blocks)}"
+              for blocks, gap in ahead.items()}
         at_end, grown, late, turned = ([stream(logs, arm, optimizer, 24, value) for arm in ("prenorm", "nag")]
                                        for value in (end, growth, late_turn, lambda found: sum(found["angle"])))
         times, times_grown = ([prenorm / nag for prenorm, nag in zip(*found)] for found in (at_end, grown))
         rows += [
-            [f"the baseline's residual is larger after the last of 24 blocks, {its_name}", "up to 120 × larger",
-             f"× {spread(times, 1)}", verdict(list(map(math.log, times)))],
-            [f"and has grown more since the embedding, {its_name}", "–", f"× {spread(grown[0], 1)}; NAG's × {spread(grown[1], 1)}",
-             verdict(list(map(math.log, times_grown)))],
+            [f"NAG is ahead at 24 blocks after equal tokens, {its_name}", "ahead", at[24], verdict(ahead[24])],
+            [f"NAG gains on the baseline from 3 blocks to 24, {its_name}", "the gap grows with depth", "; ".join(at.values()),
+             verdict(subtract(ahead[24], ahead[3]))],
+            [f"the baseline's residual has grown more after the last of 24 blocks, {its_name}", "up to 120 × larger than NAG's",
+             f"× {spread(grown[0], 1)} since the embedding, NAG's × {spread(grown[1], 1)}; × {spread(times, 1)} as large as NAG's, to begin with "
+             f"× {statistics.mean(times) / statistics.mean(times_grown):.1f}", verdict(list(map(math.log, times_grown)))],
             [f"late layers turn the direction less in the baseline, 24 blocks, {its_name}", "hardly turn it",
              f"{spread(late[0], 1)}° a layer of the last quarter; NAG {spread(late[1], 1)}°", verdict(subtract(late[1], late[0]))],
             [f"NAG turns it more in all, 24 blocks, {its_name}", "stays meaningful at depth",

@@ -76,12 +76,14 @@ def draw(logs: dict, args):
                 shares = " ".join(f"{statistics.mean(each):.2f}" if each else "–" for each in flops)
                 rows[f"{name}, {label}"] = [name, label, *map(spread, losses), shares, max(map(len, losses))]
                 lines[f"{name}, {label}"] = ([statistics.mean(each) if each else None for each in flops], losses)
-    usual = ("full, modulator", "quarter, modulator", "random-0.5, modulator", "random-0.8, modulator", "prenorm, static")
+    usual = {"full, modulator": "NAG trained at full depth", "quarter, modulator": "NAG, a quarter skipped in training",
+             "random-0.5, modulator": "NAG, random rates up to 0.5", "random-0.8, modulator": "NAG, random rates up to 0.8",
+             "prenorm, static": "pre-norm, whole layers left out"}
     head = ["trained", "chosen by", *(f"{rate:g}" for rate in RATES), "shares of FLOPs", "seeds"]
     print(table(args.results / "dial.md", head, list(rows.values())))
     print(table(args.results / "dial-usual.md", head, [rows[label] for label in usual if label in rows]))
     x, y = "executed FLOPs, share of full depth", "validation loss, nats a byte"
-    plot(args.results / "dial.png", {label: lines[label] for label in usual if label in lines}, x, y)
+    plot(args.results / "dial.png", {said: lines[label] for label, said in usual.items() if label in lines}, x, y)
     plot(args.results / "dial-ways.png", {label: line for label, line in lines.items() if label.startswith("random-0.5,")}, x, y)
 
 

@@ -1,63 +1,95 @@
-"""Does skipping pay? Equal training FLOPs at several skip rates: what is saved in a step buys more steps. Random choice as control.
+"""Does skipping pay? Equal training FLOPs at several skip rates: what is saved in a step buys more steps.
 
-    python experiments/isoflop.py           an hour on two cores; may be interrupted and started again
+Beside it the other ways to spend them: random choice, the pre-norm baseline, and fewer blocks at full depth.
+
+    python experiments/isoflop.py           two hours on two cores; may be interrupted and started again
     python experiments/isoflop.py --draw    table and plot from the logs
 """
 
-from series import SEEDS, Job, by_seed, last, main, plot, spread, subtract, table, verdict
+import statistics
+
+from series import SEEDS, Job, by, by_seed, last, main, plot, spread, subtract, table, verdict
 
 BUDGETS = {"laptop": ("4.9e12", "9.8e12"), "smoke": ("2e8",), "124m": ("3e18", "6e18"), "350m": ("1e19", "2e19")}
-RATES = ("0", "0.1", "0.25", "0.4", "0.5")
-CONTROLS = ("0.25", "0.5")
+FEWER = {"laptop": 5, "smoke": 1, "124m": 8, "350m": 16}        # blocks that cost about as much as all of them at rate 0.5
+KINDS = {"modulator": "NAG", "random": "NAG, random choice", "fewer": "NAG, fewer blocks", "prenorm": "pre-norm"}
+ARMS = [(rate, "modulator") for rate in ("0", "0.1", "0.25", "0.4", "0.5", "0.6")] + [
+        ("0.25", "random"), ("0.5", "random"), ("0", "fewer"), ("0", "prenorm")]
 
 
-def name(budget: str, rate: str, choose: str) -> str:
-    return f"{budget}-{rate}-{choose}"
+def name(budget: str, rate: str, kind: str) -> str:
+    return f"{budget}-{rate}-{kind}"
 
 
 def jobs(scale: str) -> list[Job]:
-    arms = [(rate, "modulator") for rate in RATES] + [(rate, "random") for rate in CONTROLS]
-    seeds = SEEDS
+    arms, seeds = ARMS, SEEDS
     if scale == "smoke":
-        arms, seeds = [("0", "modulator"), ("0.25", "random")], SEEDS[:1]
-    return [Job(f"{name(budget, rate, choose)}-seed{seed}", f"--flop_budget {budget} --skip_rate {rate} --choose {choose} --seed {seed} "
+        arms, seeds = [("0", "modulator"), ("0.25", "random"), ("0", "prenorm")], SEEDS[:1]
+
+    def flags(rate, kind):
+        if kind == "prenorm":
+            return "--residual prenorm"
+        blocks = f" --n_layer {FEWER[scale]}" if kind == "fewer" else ""
+        return f"--skip_rate {rate} --choose {'random' if kind == 'random' else 'modulator'}{blocks}"
+
+    return [Job(f"{name(budget, rate, kind)}-seed{seed}", f"--flop_budget {budget} {flags(rate, kind)} --seed {seed} "
                 f"--skip_rates {rate} --eval_every 100000")
-            for seed in seeds for budget in reversed(BUDGETS[scale]) for rate, choose in arms]
+            for seed in seeds for budget in reversed(BUDGETS[scale]) for rate, kind in arms]
 
 
-def values(logs: dict, key: str, budget: str, rate: str, choose: str = "modulator") -> list[float]:
-    return by_seed(logs, name(budget, rate, choose), lambda log: last(log, key))
+def values(logs: dict, key: str, budget: str, rate: str, kind: str = "modulator") -> list[float]:
+    return by_seed(logs, name(budget, rate, kind), lambda log: last(log, key))
+
+
+def seconds(logs: dict, *arm: str) -> list[float]:
+    """Time of training, by the median pace: runs of a series share the machine with one another."""
+    return by_seed(logs, name(*arm), lambda log: last(log, "tokens") / statistics.median(
+        entry["tokens_per_s"] for entry in log if "tokens_per_s" in entry))
 
 
 def draw(logs: dict, args):
     rows, lines = [], {}
     for budget in BUDGETS[args.scale]:
-        def of(key, rate, choose="modulator"):
-            return values(logs, key, budget, rate, choose)
-        for choose in ("modulator", "random"):
-            for rate in RATES:
-                if of("val_loss", rate, choose) and of("val_loss", "0"):
-                    tokens, flops = (of(key, rate, choose)[0] / of(key, "0")[0] for key in ("tokens", "flops"))
-                    gaps = subtract(of("val_loss", rate, choose), of("val_loss", "0"))
-                    rows.append([budget, rate, choose, f"{tokens:.3f}", f"{flops / tokens:.3f}", spread(of("val_loss", rate, choose)),
-                                 spread(gaps) if float(rate) else "–", len(gaps)])
-            lines[f"{budget} FLOPs, chosen by {choose}"] = (list(map(float, RATES)), [of("val_loss", rate, choose) for rate in RATES])
-    print(table(args.results / "isoflop.md", ["training FLOPs", "skip rate", "chosen by", "tokens bought", "FLOPs a token", "loss",
-                                              "loss − that of rate 0", "seeds"], rows))
+        full = (budget, "0", "modulator")
+        for rate, kind in ARMS:
+            arm = (budget, rate, kind)
+            if (losses := values(logs, "val_loss", *arm)) and values(logs, "val_loss", *full):
+                tokens, flops = (values(logs, key, *arm)[0] / values(logs, key, *full)[0] for key in ("tokens", "flops"))
+                times = [its / whole for its, whole in zip(seconds(logs, *arm), seconds(logs, *full))]
+                gaps = subtract(losses, values(logs, "val_loss", *full))
+                rows.append([budget, KINDS[kind], rate, f"{tokens:.3f}", f"{flops / tokens:.3f}", spread(times, 2), spread(losses),
+                             spread(gaps) if arm != full else "–", len(gaps)])
+        for kind in ("modulator", "random"):
+            rates = [rate for rate, its in ARMS if its == kind]
+            lines[f"{budget} FLOPs, {KINDS[kind]}"] = (list(map(float, rates)), [values(logs, "val_loss", budget, rate, kind) for rate in rates])
+    print(table(args.results / "isoflop.md", ["training FLOPs", "model", "skip rate", "tokens bought", "FLOPs a token", "time",
+                                              "loss", "loss − that of rate 0", "seeds"], rows))
     plot(args.results / "isoflop.png", lines, "skip rate in training", "validation loss at that rate, nats a byte")
 
 
 def claims(logs: dict) -> list[list[str]]:
-    rows = []
+    def gap(budget, these, those):
+        return subtract(values(logs, "val_loss", budget, *these), values(logs, "val_loss", budget, *those))
+
+    rows, full, quarter, half = [], ("0",), ("0.25",), ("0.5",)
     for budget in BUDGETS["laptop"]:
-        ahead = subtract(values(logs, "val_loss", budget, "0"), values(logs, "val_loss", budget, "0.25"))
+        ahead = gap(budget, full, quarter)
+        if (said := verdict(ahead)) == "seen":
+            claim = "ahead of full depth"
+        else:
+            claim, said = "at most 0.01 behind full depth", verdict([each + 0.01 for each in ahead])
         rows += [[f"skipping 25 % is {claim} at {budget} training FLOPs", "20–25 % matches or beats full depth",
-                  f"ahead by {spread(ahead)}", verdict([gap + margin for gap in ahead])]
-                 for claim, margin in (("ahead of full depth", 0), ("at most 0.01 behind full depth", 0.01))]
+                  by(ahead, "ahead by", "behind by"), said],
+                 [f"NAG is ahead of the baseline at {budget} training FLOPs, and skipping 25 % more so", "ahead",
+                  "; ".join(f"{by(gap(budget, ('0', 'prenorm'), nag), 'ahead by', 'behind by')} at {float(nag[0]):.0%}" for nag in (full, quarter)),
+                  verdict(*(gap(budget, ("0", "prenorm"), nag) for nag in (full, quarter)))]]
     budget = BUDGETS["laptop"][-1]
-    worse = {rate: subtract(values(logs, "val_loss", budget, rate, "random"), values(logs, "val_loss", budget, rate)) for rate in CONTROLS}
-    return rows + [["the modulator chooses better than chance", "–", "; ".join(f"by {spread(gap)} at {float(rate):.0%}" for rate, gap
-                    in worse.items()), verdict(*worse.values())]]
+    worse = {rate: gap(budget, (rate, "random"), (rate,)) for rate in ("0.25", "0.5")}
+    fewer = gap(budget, ("0", "fewer"), half)
+    return rows + [["the modulator chooses better than chance", "–", "; ".join(f"{by(its, 'by', 'worse by')} at {float(rate):.0%}" for rate, its
+                    in worse.items()), verdict(*worse.values())],
+                   [f"skipping 50 % is ahead of {FEWER['laptop']} blocks of 8 at full depth at {budget} training FLOPs", "–",
+                    by(fewer, "ahead by", "behind by"), verdict(fewer)]]
 
 
 if __name__ == "__main__":

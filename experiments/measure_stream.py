@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from model import angle_between, load_checkpoint
-from prepare_data import Shards, find_shards
+from model import ModelError, angle_between, load_checkpoint
+from prepare_data import Shards, UserError, exit_on_user_error, find_shards
 from train import Blocks
 
 
@@ -40,18 +40,21 @@ def measure(model, tokens) -> dict:
     return {"norm": norm, "angle": angle, "from_embedding": from_embedding}
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", required=True, help="folder of token shards")
-    parser.add_argument("--out_dir", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads")
-    args = parser.parse_args(argv)
+def measure_run(args):
     torch.set_num_threads(args.threads or torch.get_num_threads())
     model, meta = load_checkpoint(args.out_dir / "ckpt.pt")
     blocks = Blocks(Shards(find_shards(args.data, "val")), model.config.block_size, meta["vocab_size"], "--data")
     tokens, _ = blocks.read(blocks.spread(32), "cpu")
     with (args.out_dir / "log.jsonl").open("a") as log:
         log.write(json.dumps({"stream": measure(model, tokens)}) + "\n")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", required=True, help="folder of token shards")
+    parser.add_argument("--out_dir", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads")
+    exit_on_user_error(measure_run, parser.parse_args(argv), errors=(UserError, ModelError))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import json
 import statistics
 import time
 
-from series import parse_args, rounded, table        # which has the project's own folder on the path
+from series import guarded, parse_args, read_log, rounded, table        # which has the project's own folder on the path
 
 import torch
 
@@ -73,6 +73,7 @@ def draw(log: list[dict], args):
 
 
 def claims(log: list[dict]) -> list[list[str]]:
+    """Seen is here what is below one part in a hundred."""
     timed, large = [found for found in log if "step_time" in found], log[-1]
     medians = [statistics.median(found["step_time"]) for found in timed]
     return [["parameters and FLOPs of the modulators are negligible", "negligible",
@@ -83,21 +84,24 @@ def claims(log: list[dict]) -> list[list[str]]:
              "seen" if max(medians) < 1.01 else "not seen at this size"]]
 
 
-def read_log(args) -> list[dict]:
-    path = args.logs / "overheads.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def log_path(args):
+    return args.logs / "overheads.jsonl"
+
+
+def measure_and_draw(args):
+    if not args.draw:
+        args.logs.mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps(rounded(measure(*shape))) for shape in SHAPES[args.scale]]
+        log_path(args).write_text("\n".join(lines) + "\n")
+    draw(read_log(log_path(args)), args)
 
 
 def main(argv=None):
     args = parse_args(__doc__.splitlines()[0], argv)
     if args.print_commands:
         print("python experiments/overheads.py")
-        return
-    if not args.draw:
-        args.logs.mkdir(parents=True, exist_ok=True)
-        lines = [json.dumps(rounded(measure(*shape))) for shape in SHAPES[args.scale]]
-        (args.logs / "overheads.jsonl").write_text("\n".join(lines) + "\n")
-    draw(read_log(args), args)
+    else:
+        guarded("overheads", measure_and_draw, args)
 
 
 if __name__ == "__main__":

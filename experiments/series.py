@@ -3,12 +3,13 @@
 A run is in the making in runs/EXPERIMENT/NAME; when it is finished a short form of its log goes to
 experiments/logs/EXPERIMENT/NAME.jsonl. From these all tables and plots in experiments/results are drawn.
 
-A log tells by its last line with which commands it was made: only while they are the job's is the run finished. What they do not
-say they cannot tell: remove the logs that lean on a default before you change it, and all logs if yours is another text.
+A log's first line is as train.py wrote it, with the command. Its last line has the commands that make the run: only while they are
+the job's is it finished. What they do not say they cannot tell: remove the logs that lean on a default before you change it, and all
+logs if yours is another text. (Where a default was changed later, the last line names what it had been, by flags and by
+variant.py's changes: the same run, in today's words.)
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -42,6 +43,7 @@ SCALES = {
 }
 ON_GPUS = "torchrun --standalone --nproc_per_node 8"
 TEXT_ON_GPUS = "fineweb-edu"
+GPU_SCALES = ("124m", "350m")
 NOT_YET, NOT_SEEN = "too few runs", "not seen at this size"
 SEEDS = (1, 2, 3)                       # of what is reported
 OPTIMIZERS = {"muon": "Muon", "adamw": "AdamW"}
@@ -74,22 +76,41 @@ class Job(NamedTuple):
         return [[*program, *place, *words], *others]
 
 
-def parse_args(description: str, argv=None) -> argparse.Namespace:
+def parse_args(description: str, argv=None, runs: bool = True) -> argparse.Namespace:
+    """The flags of an experiment; without `runs` of what has none, and only draws."""
     parser = prepare_data.Parser(description=description)
-    parser.add_argument("--scale", choices=("laptop", "smoke"), default="laptop", help="smoke: seconds, to see that all works")
-    parser.add_argument("--at_once", type=prepare_data.positive_int, default=2, help="runs side by side, a thread each")
-    parser.add_argument("--seconds", type=prepare_data.positive_int, default=None, help="begin no run after so many")
-    parser.add_argument("--draw", action="store_true", help="run nothing: tables and plots from the logs that are there")
-    parser.add_argument("--print_commands", action="store_true", help="print what to run on 8 GPUs, for 124M and 350M parameters")
-    parser.add_argument("--data", type=prepare_data.path_type, default=ROOT / "data", help="folder with a folder for each text")
+    parser.add_argument("--scale", choices=SCALES, default="laptop",
+                        help="smoke: seconds, to see that all works; 124m, 350m: only with --draw and --print_commands")
     parser.add_argument("--runs", type=prepare_data.path_type, default=ROOT / "runs", help="folder for runs in the making")
     parser.add_argument("--out_dir", type=prepare_data.path_type, default=None,
-                        help="folder for logs/ and results/; None: experiments/, for a smoke test runs/smoke/")
+                        help="folder for logs/ and results/; None: experiments/, but runs/SCALE/ where the scale is not laptop")
+    if runs:
+        parser.add_argument("--data", type=prepare_data.path_type, default=ROOT / "data", help="folder with a folder for each text")
+        parser.add_argument("--at_once", type=prepare_data.positive_int, default=2, help="runs side by side, a thread each")
+        parser.add_argument("--seconds", type=prepare_data.positive_int, default=None, help="begin no run after so many")
+        parser.add_argument("--draw", action="store_true", help="run nothing: tables and plots from the logs that are there")
+        parser.add_argument("--print_commands", action="store_true", help="print what to run on 8 GPUs, for 124M and 350M parameters")
     args = parser.parse_args(argv)
+    for flag in ("runs", "out_dir"):
+        if path := getattr(args, flag):
+            there = next(each for each in (path, *path.parents) if each.exists())
+            if not there.is_dir():
+                parser.error(f"--{flag} {path}: {there} is a file; name a folder")
+    if runs and args.scale in GPU_SCALES and not (args.draw or args.print_commands):
+        parser.error(f"--scale {args.scale}: runs of this size are made by what --print_commands prints; then add --draw")
     args.runs = args.runs / args.scale
     out_dir = args.out_dir or (HERE if args.scale == "laptop" else args.runs)
     args.logs, args.results = out_dir / "logs", out_dir / "results"
     return args
+
+
+def guarded(name: str, function, *args):
+    """Call it; a user's mistake ends with one line and status 2, Ctrl-C with one line and status 130."""
+    try:
+        prepare_data.exit_on_user_error(function, *args)
+    except KeyboardInterrupt:
+        print(f"{name}: stopped; the same command goes on", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def main(experiment: str, description: str, jobs, draw, argv=None):
@@ -98,28 +119,44 @@ def main(experiment: str, description: str, jobs, draw, argv=None):
     jobs: function of the scale, the list of runs.  draw: is given the logs by name.
     """
     args = parse_args(description, argv)
-    try:
-        if args.print_commands:
-            prepare_data.exit_on_user_error(print_commands, jobs)
-        else:
-            prepare_data.exit_on_user_error(run_and_draw, experiment, jobs(args.scale), draw, args)
-    except KeyboardInterrupt:
-        print(f"{experiment}: stopped; the same command goes on", file=sys.stderr)
-        raise SystemExit(130) from None
+    if args.print_commands:
+        guarded(experiment, print_commands, experiment, jobs)
+    else:
+        guarded(experiment, run_and_draw, experiment, jobs(args.scale), draw, args)
 
 
 def run_and_draw(experiment: str, jobs: list[Job], draw, args):
-    if not args.draw:
+    if args.scale in GPU_SCALES:
+        jobs = on_gpus(jobs)
+        collect(experiment, jobs, args)
+    elif not args.draw:
         run_all(experiment, jobs, args)
     draw(finished_logs(experiment, jobs, args), args)
 
 
-def print_commands(jobs):
-    for scale in ("124m", "350m"):
+def print_commands(experiment: str, jobs):
+    for scale in GPU_SCALES:
         print(f"# {scale}; the text: python prepare_data.py --source {TEXT_ON_GPUS} --encoding gpt2 --out_dir data/{TEXT_ON_GPUS}")
-        for job in jobs(scale):
-            for words in job._replace(text=TEXT_ON_GPUS).commands(scale, "data", f"runs/{scale}/{job.name}"):
+        for job in on_gpus(jobs(scale)):
+            training, *evaluations = job.commands(scale, "data", f"runs/{scale}/{experiment}/{job.name}")
+            print(ON_GPUS, *training, "--resume")
+            for words in evaluations:
                 print("python" if words[0] in job.evaluations else ON_GPUS, *words)
+        print(f"# tables and plots of what is finished: python experiments/{experiment}.py --scale {scale} --draw")
+
+
+def on_gpus(jobs: list[Job]) -> list[Job]:
+    return [job._replace(text=TEXT_ON_GPUS) for job in jobs]
+
+
+def collect(experiment: str, jobs: list[Job], args):
+    """Leave the logs of the runs that the printed commands have made."""
+    for job in jobs:
+        out_dir = args.runs / experiment / job.name
+        entries = read_log(out_dir / "log.jsonl")
+        due = {"val_loss", *("stream" for program in job.evaluations if program.endswith(".py"))}
+        if all(any(key in entry for entry in entries) for key in due):
+            write_log(job, entries, experiment, args)
 
 
 class Children:
@@ -168,7 +205,7 @@ def run_all(experiment: str, jobs: list[Job], args):
     def run(job: Job):
         if args.seconds is None or time.monotonic() - begun < args.seconds:
             try:
-                loss = run_one(job, args, children, args.runs / experiment / job.name, log_path(experiment, job, args))
+                loss = run_one(job, args, children, experiment)
             except prepare_data.UserError as error:
                 failures.append(str(error))
                 return
@@ -191,36 +228,47 @@ def run_all(experiment: str, jobs: list[Job], args):
         raise prepare_data.UserError(f"{len(failures)} of {len(to_do)} runs failed: {'; '.join(failures)}")
 
 
-def run_one(job: Job, args, children: Children, out_dir: Path, log: Path) -> float:
-    """Train, evaluate, and leave the log. Returns the validation loss. UserError where out_dir has another run, or an unfinished one."""
+def run_one(job: Job, args, children: Children, experiment: str) -> float:
+    """Train, evaluate, and leave the log. Returns the validation loss. UserError where its folder has another run, or an unfinished one."""
+    out_dir = args.runs / experiment / job.name
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     training, *evaluations = job.commands(args.scale, os.path.relpath(args.data, ROOT), os.path.relpath(out_dir, ROOT))
     training += ["--resume"]
-
-    def entries() -> list[dict]:
-        path = out_dir / "log.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    for entry in entries()[:1]:             # --resume would go on with the flags it began with
+    path = out_dir / "log.jsonl"
+    for entry in read_log(path)[:1]:        # --resume would go on with the flags it began with
         if entry["command"][:len(training)] != training:
             raise prepare_data.UserError(f"{out_dir}: holds a run with other flags; remove it")
     children.run(training)
-    if not any("val_loss" in entry for entry in entries()):
+    if not any("val_loss" in entry for entry in read_log(path)):
         raise prepare_data.UserError(f"{job.name}: was stopped before its end; the same command goes on")
     for words in evaluations:
         children.run(words)
-    found = entries()
-    last_step = max(entry.get("step", 0) for entry in found)
-    kept = [entry for entry in found if "loss" not in entry or entry["step"] % 20 == 0 or entry["step"] == last_step]
-    log.parent.mkdir(parents=True, exist_ok=True)
+    entries = read_log(path)
+    write_log(job, entries, experiment, args)
+    return last(entries, "val_loss")
+
+
+def write_log(job: Job, entries: list[dict], experiment: str, args):
+    """The short form of a finished run's log: a step in 20, floats of six digits, which is more than a seed leaves unchanged."""
+    path, last_step = log_path(experiment, job, args), max(entry.get("step", 0) for entry in entries)
+    kept = [entry for entry in entries if "loss" not in entry or entry["step"] % 20 == 0 or entry["step"] == last_step]
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(rounded(entry)) for entry in (*kept, {"finished": job.commands(args.scale, "data", "runs")})]
-    with replaced(log) as whole:
+    with replaced(path) as whole:
         whole.write_text("\n".join(lines) + "\n")
-    return last(kept, "val_loss")
+
+
+def read_log(path: Path) -> list[dict]:
+    """The entries of a file of JSON lines, none where there is no file. UserError where it is damaged."""
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except FileNotFoundError:
+        return []
+    except ValueError:
+        raise prepare_data.UserError(f"{path}: not whole lines of JSON; remove it, and its run is made again") from None
 
 
 def rounded(value):
-    """Floats to six digits, which is more than a seed leaves unchanged."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -236,10 +284,9 @@ def finished_logs(experiment: str, jobs: list[Job], args) -> dict[str, list[dict
     """By name the entries of each log of a run that is finished, and was run as the job says now."""
     logs = {}
     for job in jobs:
-        with contextlib.suppress(FileNotFoundError):
-            entries = [json.loads(line) for line in log_path(experiment, job, args).read_text().splitlines()]
-            if entries[-1].get("finished") == job.commands(args.scale, "data", "runs"):
-                logs[job.name] = entries
+        entries = read_log(log_path(experiment, job, args))
+        if entries and entries[-1].get("finished") == job.commands(args.scale, "data", "runs"):
+            logs[job.name] = entries
     return logs
 
 
@@ -265,6 +312,12 @@ def spread(values: list[float], digits: int = 4) -> str:
         return "–"
     half = (max(values) - min(values)) / 2
     return f"{statistics.mean(values):.{digits}f}" + (f" ± {half:.{digits}f}" if len(values) > 1 else "")
+
+
+def by(differences: list[float], above: str, below: str) -> str:
+    """In words: `above` 0.0123 ± 0.0045, or `below` where the mean is negative."""
+    negative = bool(differences) and statistics.mean(differences) < 0
+    return f"{below if negative else above} {spread([-each if negative else each for each in differences])}"
 
 
 def verdict(*conditions: list[float]) -> str:

@@ -2,7 +2,8 @@
 
     python experiments/variant.py alpha_scale=0.7 alpha_power=0 -- --steps 100 --optimizer adamw
 
-Everything after -- is train.py's. What can be changed, and what it is otherwise:
+Everything after -- is train.py's. To go on with the run, or to evaluate it, give the same changes again. What can be changed, and
+what it is otherwise:
 
     alpha_scale, alpha_power    α of layer l starts at alpha_scale · l^−alpha_power (1, ½; under AdamW 0.7, 0)
     embedding_std               of the embedding: 0.02; in the baseline 1
@@ -28,6 +29,7 @@ import train
 
 CHANGES = ("alpha_scale", "alpha_power", "embedding_std", "unembedding_std", "log_norm_start", "bias", "branch_scale",
            "output_scale", "eps", "rate_power")
+NAG_ALONE = {"alpha_scale", "alpha_power", "log_norm_start", "bias", "eps"}
 
 
 def change(settings: dict[str, float]):
@@ -48,6 +50,8 @@ def change(settings: dict[str, float]):
             if ".output." in name and "output_scale" in settings:
                 parameter.mul_(settings["output_scale"] / (1 if nag else 0.25))
         if not nag:
+            if idle := NAG_ALONE & settings.keys():
+                raise train.UserError(f"{', '.join(sorted(idle))}: nothing to change with --residual prenorm, which has none")
             return
         if "log_norm_start" in settings:
             self.log_norm_start.fill_(settings["log_norm_start"])
@@ -69,6 +73,8 @@ def change(settings: dict[str, float]):
         rates_at = train.rates_at
 
         def skewed(step, args):
+            if not args.skip_rate.startswith("random:"):
+                raise train.UserError(f"rate_power: changes the rates of --skip_rate random:S; here it is {args.skip_rate}")
             highest = float(args.skip_rate.removeprefix("random:"))
             return [highest * (rate / highest) ** settings["rate_power"] if rate else 0.0 for rate in rates_at(step, args)]
 
@@ -87,6 +93,8 @@ def setting(text: str) -> tuple[str, float]:
 
 
 def main(argv: list[str]):
+    if argv[:1] in (["-h"], ["--help"]):
+        return print(__doc__)
     at = argv.index("--") if "--" in argv else len(argv)
     train.exit_on_user_error(lambda: change(dict(map(setting, argv[:at]))))
     train.main(argv[at + 1:])

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,9 @@ EXPERIMENTS = ROOT / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
 
 import claims  # noqa: E402  (after the path is set)
+import isoflop  # noqa: E402
 import measure_stream  # noqa: E402
+import overheads  # noqa: E402
 import series  # noqa: E402
 import train  # noqa: E402
 import variant  # noqa: E402
@@ -121,6 +124,9 @@ def test_readme_has_the_numbers_of_the_tables():
     assert {path.name for path in named} >= {"claims.md"}
     for path in named:
         assert path.read_text().strip() in readme, f"{path.name} is not in README.md as it stands"
+    tables = "".join(path.read_text() for path in RESULTS)
+    for figure in re.findall(r"-?\d[\d.]* ± \d[\d.]*\d", readme):          # those in its sentences too
+        assert figure in tables, f"{figure} is in README.md and in no table"
 
 
 def test_logs_are_small_and_have_no_absolute_paths():
@@ -150,7 +156,7 @@ def test_printed_commands_can_be_pasted(name, capsys, monkeypatch):
         args = train.parse_args(words[at:])
         if not args.eval_only:
             train.check_args(args)
-            assert args.n_embd in (768, 1024) and args.batch_tokens == 524288
+            assert args.n_embd in (768, 1024, 384, 512) and args.batch_tokens == 524288
 
 
 def test_a_verdict_needs_more_than_the_seeds_differ():
@@ -177,6 +183,34 @@ def test_a_run_with_other_flags_is_not_gone_on_with(texts, tmp_path):
     other = start(script, texts, tmp_path)
     error = other.communicate()[1]
     assert other.returncode == 2 and "holds a run with other flags; remove it" in error and not (tmp_path / "logs").exists()
+
+
+def test_runs_made_by_the_printed_commands_are_drawn(tmp_path):
+    """Their folders are named in the commands; here a small run's log stands there."""
+    job = series.on_gpus(isoflop.jobs("124m"))[0]
+    place = f"runs/124m/isoflop/{job.name}"
+    args = ["--scale", "124m", "--runs", str(tmp_path / "runs"), "--out_dir", str(tmp_path), "--draw"]
+    drawn = tmp_path / "results" / "isoflop.md"
+    assert place in job.commands("124m", "data", place)[0]
+    whole = (EXPERIMENTS / "logs" / "isoflop" / "9.8e12-0-modulator-seed1.jsonl").read_text()
+    for log, rows in ((whole[:whole.index('"val_loss"')].rpartition("\n")[0] + "\n", 2), (whole, 3)):
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / place / "log.jsonl").write_text(log)
+        series.main("isoflop", "", isoflop.jobs, isoflop.draw, args)
+        assert drawn.read_text().count("\n") == rows           # none of an unfinished run
+    loss = series.last(list(map(json.loads, whole.splitlines())), "val_loss")
+    assert f"| 6e18 | NAG | 0 | 1.000 | 1.000 | 1.00 | {loss:.4f} | – | 1 |" in drawn.read_text()
+
+
+def test_mistakes_cost_one_line(tmp_path, capsys):
+    damaged = tmp_path / "logs" / "isoflop" / "9.8e12-0-modulator-seed1.jsonl"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text('{"step": ')
+    assert f"{damaged}: not whole lines of JSON; remove it" in fails(claims.main, ["--out_dir", tmp_path], capsys)
+    for main in (claims.main, overheads.main):
+        assert f"{damaged} is a file; name a folder" in fails(main, ["--out_dir", damaged / "x"], capsys)
+    assert "then add --draw" in fails(overheads.main, ["--scale", "124m"], capsys)
+    assert "nowhere" in fails(measure_stream.main, ["--data", tmp_path, "--out_dir", tmp_path / "nowhere"], capsys)
 
 
 def test_a_dial_is_compared_at_equal_flops(monkeypatch):
@@ -252,8 +286,17 @@ def test_a_wrong_setting_costs_one_line(word, capsys):
     assert word.split("=")[0] in fails(variant.main, [word, "--", "--steps", "1"], capsys)
 
 
+@pytest.mark.parametrize("change, flags", [("eps=0.1", "--residual prenorm"), ("alpha_scale=2", "--residual prenorm"),
+                                           ("rate_power=2", "--skip_rate 0.25"), ("rate_power=2", "--skip_rate 0,0.1")])
+def test_a_change_that_changes_nothing_is_refused(change, flags, short_text, tmp_path):
+    tried = subprocess.run([sys.executable, str(EXPERIMENTS / "variant.py"), change, "--", "--data", str(short_text), "--out_dir",
+                            str(tmp_path / "out"), "--n_layer", "1", "--n_embd", "16", "--n_head", "2", *flags.split()],
+                           capture_output=True, text=True)
+    assert tried.returncode == 2 and change.split("=")[0] in tried.stderr.splitlines()[-1], tried.stderr
+
+
 def test_help_of_every_script_says_what_it_does():
-    for name in (*claims.SERIES, "overheads", "claims", "measure_stream"):
+    for name in (*claims.SERIES, "overheads", "claims", "measure_stream", "variant"):
         shown = subprocess.run([sys.executable, str(EXPERIMENTS / f"{name}.py"), "--help"], capture_output=True, text=True,
                                env=os.environ | {"COLUMNS": "200"})
-        assert shown.returncode == 0 and "usage" in shown.stdout
+        assert shown.returncode == 0 and ("usage" in shown.stdout or variant.__doc__ in shown.stdout)
