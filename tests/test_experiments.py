@@ -74,7 +74,7 @@ LONG = """
 import sys
 sys.path.insert(0, {folder!r})
 import series
-series.main("long", "", lambda scale: [series.Job("run", "--steps 300 --save_every 20 --eval_every 100000 --seed 1")],
+series.main("long", "", lambda scale: [series.Job("run", "--steps 150 --save_every 20 --eval_every 100000 --seed 1")],
             lambda logs, args: print(*logs))
 """
 
@@ -94,18 +94,18 @@ def test_a_killed_series_goes_on_where_it_was(texts, tmp_path):
     stopped.send_signal(signal.SIGTERM)
     assert "the same command goes on" in stopped.communicate()[1] and stopped.returncode == 130
     reached = len(steps())
-    assert 5 <= reached < 300 and not list((tmp_path / "logs").rglob("*.jsonl"))
+    assert 5 <= reached < 150 and not list((tmp_path / "logs").rglob("*.jsonl"))
     finished = start(script, texts, tmp_path)
     printed, error = finished.communicate()
     assert finished.returncode == 0 and printed.strip() == "run", error
-    assert steps() == list(range(1, 301))
+    assert steps() == list(range(1, 151))
     starts = [json.loads(line)["step"] for line in log.read_text().splitlines() if "command" in line]
     assert starts == [0, reached], "the run did not go on, it began anew"
 
 
 def test_a_run_that_fails_is_named_in_one_line(texts, tmp_path):
     script = tmp_path / "wrong.py"
-    script.write_text(LONG.format(folder=str(EXPERIMENTS)).replace("--steps 300", "--n_head 3"))
+    script.write_text(LONG.format(folder=str(EXPERIMENTS)).replace("--steps 150", "--n_head 3"))
     wrong = start(script, texts, tmp_path)
     error = wrong.communicate()[1].splitlines()[-1]
     assert wrong.returncode == 2 and "--n_embd 16 --n_head 3" in error and error.startswith("wrong.py: error:")
@@ -184,7 +184,7 @@ def test_a_verdict_on_several_conditions_needs_each_of_them():
 
 def test_a_run_with_other_flags_is_not_gone_on_with(texts, tmp_path):
     script = tmp_path / "long.py"
-    script.write_text(LONG.format(folder=str(EXPERIMENTS)).replace("--steps 300", "--steps 2"))
+    script.write_text(LONG.format(folder=str(EXPERIMENTS)).replace("--steps 150", "--steps 2"))
     assert start(script, texts, tmp_path).wait() == 0
     shutil.rmtree(tmp_path / "logs")
     script.write_text(script.read_text().replace("--steps 2", "--steps 2 --learning_rate 0.1"))
