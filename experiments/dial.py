@@ -60,9 +60,9 @@ def found(logs: dict, name: str, rate: float, key: str = "val_loss", way=("per_l
     return sum(by_seed(logs, name, value), [])
 
 
-def loss_at(logs: dict, name: str, shares: list[float]) -> list[float]:
-    """The dial's loss by the modulator where each seed's checkpoint executes these shares of the FLOPs, between its rates."""
-    flops, losses = (list(zip(*(found(logs, name, rate, key) for rate in reversed(RATES)))) for key in ("flops_share", "val_loss"))
+def loss_at(logs: dict, name: str, shares: list[float], way=("per_layer", "modulator")) -> list[float]:
+    """The dial's loss where each seed's checkpoint executes these shares of the FLOPs, between its rates."""
+    flops, losses = (list(zip(*(found(logs, name, rate, key, way) for rate in reversed(RATES)))) for key in ("flops_share", "val_loss"))
     return [interpolate(*each) for each in zip(shares, flops, losses)]
 
 
@@ -107,6 +107,7 @@ def claims(logs: dict) -> list[list[str]]:
     base = subtract(found(logs, "prenorm", 0.25, way=static), found(logs, "prenorm", 0.0, way=static))
     shares, at_full_depth = found(logs, "prenorm", 0.25, "flops_share", static), found(logs, "full", 0.0)
     for said, nag in (("for equal FLOPs", loss_at(logs, "full", shares)),
+                      ("for equal FLOPs and with global thresholds", loss_at(logs, "full", shares, ("global", "modulator"))),
                       ("with 4 layers left out too", found(logs, "full", 0.25, way=static))):
         loses = subtract(nag, at_full_depth)
         rows.append([f"full-depth NAG, {said}, loses less than the baseline with 4 layers of 16 left out", "a dial after training",

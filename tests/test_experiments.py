@@ -217,7 +217,7 @@ def test_a_dial_is_compared_at_equal_flops(monkeypatch):
     """A loss that is 1 − share everywhere: read between the rates, for each seed at its own share."""
     import dial
     shares = {rate: 1 - rate / 2 for rate in dial.RATES}
-    monkeypatch.setattr(dial, "found", lambda logs, name, rate, key="val_loss": [
+    monkeypatch.setattr(dial, "found", lambda logs, name, rate, key, way: [
         shares[rate] if key == "flops_share" else 1 - shares[rate]] * 2)
     assert dial.loss_at({}, "full", [0.83, 0.72]) == pytest.approx([0.17, 0.28])
 
