@@ -52,14 +52,9 @@ def late_turn(found: dict) -> float:
     return statistics.mean(found["angle"][-max(1, len(found["angle"]) // 4):])
 
 
-def model_of(logs: dict, arm: str, blocks: int) -> dict:
-    """What the first line of the log says of the model."""
-    return logs[f"{name(arm, blocks)}-seed{SEEDS[0]}"][0]
-
-
 def larger(logs: dict, blocks: int) -> str:
     """How many times the baseline's parameters NAG has, by its modulators: the narrower the more."""
-    nag, prenorm = (model_of(logs, arm, blocks)["parameters"] for arm in ARMS)
+    nag, prenorm = (by_seed(logs, name(arm, blocks), lambda log: last(log, "parameters"))[0] for arm in ARMS)
     return f"{nag / prenorm:.3f}"
 
 
@@ -74,7 +69,7 @@ def growth(found: dict) -> float:
 
 
 def draw(logs: dict, args):
-    rows = [[blocks, model_of(logs, "nag", blocks)["config"]["n_embd"],
+    rows = [[blocks, by_seed(logs, name("nag", blocks), lambda log: last(log, "config"))[0]["n_embd"],
              *(spread(losses(logs, arm, blocks)) for arm in ARMS), spread(gap), larger(logs, blocks), len(gap)]
             for blocks in BLOCKS if (gap := gaps(logs, blocks))]
     print(table(args.results / "depth.md", ["blocks", "width", "NAG", "pre-norm", "pre-norm − NAG",

@@ -249,7 +249,7 @@ def run_one(job: Job, args, children: Children, experiment: str) -> float:
 
 
 def write_log(job: Job, entries: list[dict], experiment: str, args):
-    """The short form of a finished run's log: a step in 20, floats of six digits, which is more than a seed leaves unchanged."""
+    """The short form of a finished run's log: a step in 20, floats rounded."""
     path, last_step = log_path(experiment, job, args), max(entry.get("step", 0) for entry in entries)
     kept = [entry for entry in entries if "loss" not in entry or entry["step"] % 20 == 0 or entry["step"] == last_step]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,6 +269,7 @@ def read_log(path: Path) -> list[dict]:
 
 
 def rounded(value):
+    """Its floats to six digits, which is more than a seed leaves unchanged."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
