@@ -3,12 +3,14 @@
     python experiments/depth.py             an hour on two cores; may be interrupted and started again
     python experiments/depth.py --draw      tables and plots from the logs
 
-Both arms under Muon, which serves each of them better than AdamW (recipe.py).
+Both arms under Muon, which serves each of them better than AdamW (recipe.py). Their settings were found at 8 blocks: whether others
+serve 24 better is tried by one seed, as many for each arm.
 """
 
 import math
 import statistics
 
+from recipe import DEFAULTS, SEARCH_SEED, SEARCH_STEPS, said
 from series import SEEDS, Job, by, by_seed, last, main, plot, spread, subtract, table, verdict
 
 NARROW = 48                             # so deep that it has to be narrower to fit in some minutes
@@ -17,20 +19,39 @@ ARMS = {"nag": "--residual nag --skip_rate 0", "prenorm": "--residual prenorm"}
 # Width by scale, of the others and of the narrow one; nothing: that of the scale.
 SHAPES = {"laptop": ("--n_embd 64 --n_head 2 --steps 500", "--n_embd 48 --n_head 2 --steps 500"), "smoke": ("", ""),
           "124m": ("", "--n_embd 384 --n_head 6"), "350m": ("", "--n_embd 512 --n_head 8")}
+DEEP = 24
+# Tried at DEEP blocks: train.py's flags | variant.py's changes; nothing: the defaults.
+SEARCH = {"nag": ["", "--matrix_learning_rate 0.014", "--matrix_learning_rate 0.03", "| alpha_scale=2", "| alpha_scale=0.35 alpha_power=0",
+                  "| alpha_scale=0.7 alpha_power=0"],
+          "prenorm": ["", "--matrix_learning_rate 0.014", "--matrix_learning_rate 0.03", "| output_scale=0", "| output_scale=1",
+                      "| embedding_std=0.5"]}
+assert len({len(settings) for settings in SEARCH.values()}) == 1       # the same budget for each arm
 
 
 def name(arm: str, blocks: int) -> str:
     return f"{arm}-muon-{blocks}blocks"
 
 
+def job(scale: str, arm: str, blocks: int, seed: int) -> Job:
+    """A run that is reported."""
+    shape = SHAPES[scale][blocks == NARROW]
+    return Job(f"{name(arm, blocks)}-seed{seed}", f"{ARMS[arm]} --optimizer muon --n_layer {blocks} {shape} "
+               f"--seed {seed} --skip_rates 0 --eval_every 100000", evaluations=("experiments/measure_stream.py",))
+
+
+def searched(scale: str, arm: str, setting: str) -> Job:
+    """A shorter one, by a seed of its own, that tries a setting."""
+    like = job(scale, arm, DEEP, SEARCH_SEED)
+    flags, _, changes = setting.partition("|")
+    tried = "_".join(setting.replace("--", "").replace("|", "").split()) or DEFAULTS
+    return Job(f"{name(arm, DEEP)}-{tried}-seed{SEARCH_SEED}", f"{like.flags} --steps {SEARCH_STEPS[scale]} {flags}", changes=changes)
+
+
 def jobs(scale: str) -> list[Job]:
-    def job(arm, blocks, seed):
-        shape = SHAPES[scale][blocks == NARROW]
-        return Job(f"{name(arm, blocks)}-seed{seed}", f"{ARMS[arm]} --optimizer muon --n_layer {blocks} {shape} "
-                   f"--seed {seed} --skip_rates 0 --eval_every 100000", evaluations=("experiments/measure_stream.py",))
     if scale == "smoke":
-        return [job("nag", 3, 1), job("prenorm", 6, 1)]
-    return [job(arm, blocks, seed) for seed in SEEDS for blocks in BLOCKS for arm in ARMS]
+        return [job(scale, "nag", 3, 1), job(scale, "prenorm", 6, 1)]
+    reported = [job(scale, arm, blocks, seed) for seed in SEEDS for blocks in BLOCKS for arm in ARMS]
+    return reported + [searched(scale, arm, setting) for settings in zip(*SEARCH.values()) for arm, setting in zip(SEARCH, settings)]
 
 
 def losses(logs: dict, arm: str, blocks: int) -> list[float]:
@@ -81,7 +102,7 @@ def draw(logs: dict, args):
                    ("from_embedding", "turned since the embedding, degrees")):
         lines, first = {}, 0 if key == "norm" else 1
         for arm in ARMS:
-            for blocks in (12, 24):
+            for blocks in (12, DEEP):
                 by_layer = list(zip(*stream(logs, arm, blocks, lambda found: found[key])))
                 lines[f"{arm}, {blocks} blocks"] = (list(range(first, first + len(by_layer))), by_layer)
         plot(args.results / f"{key}.png", lines, "after the layer (0: the embedding)", y)
@@ -90,6 +111,9 @@ def draw(logs: dict, args):
             for blocks in BLOCKS for arm in ARMS if losses(logs, arm, blocks)]
     print(table(args.results / "stream.md", ["blocks", "arm", "RMS at the end", "÷ RMS of the embedding",
                                              "turn of a layer of the last quarter, °", "turns of all layers, °", "embedding to end, °"], rows))
+    rows = [[arm, said(setting or DEFAULTS), f"{last(logs[run], 'val_loss'):.4f}"] for arm, settings in SEARCH.items() for setting in settings
+            if (run := searched(args.scale, arm, setting).name) in logs]
+    print(table(args.results / "depth-search.md", ["arm", "setting", "loss"], rows))
 
 
 def claims(logs: dict) -> list[list[str]]:
