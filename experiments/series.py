@@ -363,7 +363,11 @@ def plot(path: Path, lines: dict[str, tuple[list, list[list[float]]]], x: str, y
         xs, values = zip(*there)
         line, = axes.plot(xs, [statistics.mean(each) for each in values], marker="o", markersize=3, label=label)
         axes.fill_between(xs, list(map(min, values)), list(map(max, values)), alpha=0.2, color=line.get_color(), linewidth=0)
-    axes.set(xlabel=x, ylabel=y, **({"xscale": "log"} if log_x else {}))
+    axes.set(xlabel=x, ylabel=y)
+    if log_x:
+        axes.set_xscale("log")
+        axes.set_xticks(xs, xs)             # the values themselves, in place of powers of ten
+        axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
