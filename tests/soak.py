@@ -62,8 +62,7 @@ def soak(folder: Path, kills: int, seed: int) -> dict:
     def start(name: str):
         return train_process([*flags, "--out_dir", folder / name], folder / f"{name}.txt")
 
-    whole, out_dir, within, done = start("whole"), folder / "killed", 0, 0
-    whole.join()
+    whole, out_dir, within, done = start("whole"), folder / "killed", 0, 0      # side by side
     bar = tqdm(total=kills, unit="kill", disable=None)
     while done < kills or 3 * within < kills and done < 2 * kills:      # some more where too few fell into a writing
         process = start("killed")
@@ -82,6 +81,7 @@ def soak(folder: Path, kills: int, seed: int) -> dict:
     bar.close()
     last = start("killed")
     last.join()
+    whole.join()
     found, expected = read_checkpoint(out_dir / "ckpt.pt"), read_checkpoint(folder / "whole" / "ckpt.pt")
     if found["step"] != expected["step"]:
         raise SystemExit(f"ended at step {found['step']} of {expected['step']}: {(folder / 'killed.txt').read_text()[-2000:]}")
