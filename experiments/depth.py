@@ -1,6 +1,6 @@
 """Loss, residual norm and rotation by depth: NAG and pre-norm at 3 to 24 blocks of equal width, and at 48 narrow ones, equal tokens.
 
-    python experiments/depth.py             an hour on two cores; may be interrupted and started again
+    python experiments/depth.py             an hour and a half on two cores; may be interrupted and started again
     python experiments/depth.py --draw      tables and plots from the logs
 
 Both arms under Muon, which serves each of them better than AdamW (recipe.py). Their settings were found at 8 blocks: whether others
@@ -89,6 +89,16 @@ def growth(found: dict) -> float:
     return end(found) / found["norm"][0]
 
 
+def turns(found: dict) -> float:
+    """The angles of all layers added, in degrees; turns that go back count as well."""
+    return sum(found["angle"])
+
+
+def from_embedding(found: dict) -> float:
+    """The angle between the embedding and what the last layer leaves, in degrees."""
+    return found["from_embedding"][-1]
+
+
 def draw(logs: dict, args):
     rows = [[blocks, by_seed(logs, name("nag", blocks), lambda log: last(log, "config"))[0]["n_embd"],
              *(spread(losses(logs, arm, blocks)) for arm in ARMS), spread(gap), larger(logs, blocks), len(gap)]
@@ -107,7 +117,7 @@ def draw(logs: dict, args):
                 lines[f"{arm}, {blocks} blocks"] = (list(range(first, first + len(by_layer))), by_layer)
         plot(args.results / f"{key}.png", lines, "after the layer (0: the embedding)", y)
     rows = [[blocks, arm, *(spread(stream(logs, arm, blocks, value), 2) for value in (
-             end, growth, late_turn, lambda found: sum(found["angle"]), lambda found: found["from_embedding"][-1]))]
+             end, growth, late_turn, turns, from_embedding))]
             for blocks in BLOCKS for arm in ARMS if losses(logs, arm, blocks)]
     print(table(args.results / "stream.md", ["blocks", "arm", "RMS at the end", "÷ RMS of the embedding",
                                              "turn of a layer of the last quarter, °", "turns of all layers, °", "embedding to end, °"], rows))
@@ -116,26 +126,28 @@ def draw(logs: dict, args):
     print(table(args.results / "depth-search.md", ["arm", "setting", "loss"], rows))
 
 
-def claims(logs: dict) -> list[list[str]]:
-    ahead = {blocks: gaps(logs, blocks) for blocks in (3, 24)}
+def claims(logs: dict, scale: str) -> list[list[str]]:
+    ahead = {blocks: gaps(logs, blocks) for blocks in (3, DEEP)}
     if not all(ahead.values()):
         return []
     at = {blocks: f"{by(gap, 'ahead by', 'behind by')} at {blocks} blocks, parameters × {larger(logs, blocks)}"
           for blocks, gap in ahead.items()}
-    at_end, grown, late, turned = ([stream(logs, arm, 24, value) for arm in ("prenorm", "nag")]
-                                   for value in (end, growth, late_turn, lambda found: sum(found["angle"])))
+    at_end, grown, late, turned, away = ([stream(logs, arm, DEEP, value) for arm in ("prenorm", "nag")]
+                                         for value in (end, growth, late_turn, turns, from_embedding))
     times, times_grown = ([prenorm / nag for prenorm, nag in zip(*found)] for found in (at_end, grown))
     return [
-        ["NAG is ahead at 24 blocks after equal tokens", "ahead", at[24], verdict(ahead[24])],
+        ["NAG is ahead at 24 blocks after equal tokens", "ahead", at[DEEP], verdict(ahead[DEEP])],
         ["NAG gains on the baseline from 3 blocks to 24", "the gap grows with depth", "; ".join(at.values()),
-         verdict(subtract(ahead[24], ahead[3]))],
+         verdict(subtract(ahead[DEEP], ahead[3]))],
         ["the baseline's residual has grown more after the last of 24 blocks", "up to 120 × larger than NAG's",
          f"× {spread(grown[0], 1)} since the embedding, NAG's × {spread(grown[1], 1)}; × {spread(times, 1)} as large as NAG's, to begin with "
          f"× {statistics.mean(times) / statistics.mean(times_grown):.1f}", verdict(list(map(math.log, times_grown)))],
         ["late layers turn the direction less in the baseline, 24 blocks", "hardly turn it",
          f"{spread(late[0], 1)}° a layer of the last quarter; NAG {spread(late[1], 1)}°", verdict(subtract(late[1], late[0]))],
-        ["NAG turns it more in all, 24 blocks", "stays meaningful at depth",
-         f"{spread(turned[0], 0)}° in the baseline; NAG {spread(turned[1], 0)}°", verdict(subtract(turned[1], turned[0]))]]
+        ["the turns of all layers add up to more in NAG, 24 blocks", "stays meaningful at depth",
+         f"{spread(turned[0], 0)}° in the baseline; NAG {spread(turned[1], 0)}°", verdict(subtract(turned[1], turned[0]))],
+        ["NAG ends further from the embedding, 24 blocks", "stays meaningful at depth",
+         f"{spread(away[0], 0)}° from it in the baseline; NAG {spread(away[1], 0)}°", verdict(subtract(away[1], away[0]))]]
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 import statistics
 from typing import NamedTuple
 
-from series import SEEDS, Job, by_seed, main, plot, spread, subtract, table, verdict
+from series import SEEDS, Job, by, by_seed, main, plot, spread, subtract, table, verdict
 
 from model import interpolate
 
@@ -76,7 +76,8 @@ def draw(logs: dict, args):
                 shares = " ".join(f"{statistics.mean(each):.2f}" if each else "–" for each in flops)
                 rows[f"{name}, {label}"] = [name, label, *map(spread, losses), shares, max(map(len, losses))]
                 lines[f"{name}, {label}"] = ([statistics.mean(each) if each else None for each in flops], losses)
-    usual = {"full, modulator": "NAG trained at full depth", "quarter, modulator": "NAG, a quarter skipped in training",
+    usual = {"full, modulator": "NAG trained at full depth", "full, modulator, global": "NAG trained at full depth, global thresholds",
+             "full, static": "NAG trained at full depth, whole layers left out", "quarter, modulator": "NAG, a quarter skipped in training",
              "random-0.5, modulator": "NAG, random rates up to 0.5", "random-0.8, modulator": "NAG, random rates up to 0.8",
              "prenorm, static": "pre-norm, whole layers left out"}
     head = ["trained", "chosen by", *(f"{rate:g}" for rate in RATES), "shares of FLOPs", "seeds"]
@@ -87,30 +88,35 @@ def draw(logs: dict, args):
     plot(args.results / "dial-ways.png", {label: line for label, line in lines.items() if label.startswith("random-0.5,")}, x, y)
 
 
-def claims(logs: dict) -> list[list[str]]:
-    rows, static = [], ("per_layer", "static")
+def claims(logs: dict, scale: str) -> list[list[str]]:
+    rows, static, chance = [], ("per_layer", "static"), ("per_layer", "random")
+    ways = {("per_layer", "modulator"): "by thresholds in each layer", ("global", "modulator"): "by global ones",
+            static: "by whole layers left out"}
     for kind, said in SAID.items():
         full, random = f"full{kind}", f"random-0.5{kind}"
         lost = subtract(found(logs, random, 0.4), found(logs, random, 0.0))
-        without = subtract(found(logs, full, 0.4), found(logs, full, 0.0))
-        gain = subtract(without, lost)
         cost = subtract(found(logs, random, 0.0), found(logs, full, 0.0))
-        rows.append([f"a random-rate checkpoint loses less to 40 % skipped than a full-depth one, {said}", "– (ours)",
-                     f"{spread(lost)} lost from 0 to 40 %, and {spread(cost)} against full-depth training at full depth; that loses "
-                     f"{spread(without)} to 40 %", verdict(gain)])
+        shares = found(logs, random, 0.4, "flops_share")
+        without = {way: subtract(loss_at(logs, full, shares, way), found(logs, full, 0.0)) for way in ways}
+        rows.append([f"a random-rate checkpoint loses less to 40 % skipped than a full-depth one to as many FLOPs saved, {said}", "– (ours)",
+                     f"{spread(lost)} lost; that {', '.join(f'{spread(its)} {ways[way]}' for way, its in without.items())}; at full "
+                     f"depth {by(cost, 'behind it by', 'ahead of it by')}", verdict(*(subtract(its, lost) for its in without.values()))])
     for name, said in (("full", "full-depth"), ("random-0.5", "random-rate")):
-        chance = subtract(found(logs, name, 0.25, way=("per_layer", "random")), found(logs, name, 0.25))
-        whole = subtract(found(logs, name, 0.25, way=static), loss_at(logs, name, found(logs, name, 0.25, "flops_share", static)))
-        rows.append([f"the modulator chooses better than chance, and than whole layers left out, for equal FLOPs of a {said} checkpoint",
-                     "a dial after training", f"chance loses {spread(chance)} more at 25 %, 4 layers of 16 {spread(whole)}",
-                     verdict(chance, whole)])
+        better = subtract(found(logs, name, 0.25, way=chance), found(logs, name, 0.25))
+        rows.append([f"of a {said} checkpoint: the modulator chooses 25 % better than chance", "a dial after training",
+                     by(better, "better by", "worse by"), verdict(better)])
+        shares, whole = (found(logs, name, 0.25, key, static) for key in ("flops_share", "val_loss"))
+        for way in (("per_layer", "modulator"), ("global", "modulator")):
+            better = subtract(whole, loss_at(logs, name, shares, way))
+            rows.append([f"of a {said} checkpoint: skipping {ways[way]} is better than leaving 4 whole layers of 16 out, equal FLOPs",
+                         "a dial after training", by(better, "better by", "worse by"), verdict(better)])
     base = subtract(found(logs, "prenorm", 0.25, way=static), found(logs, "prenorm", 0.0, way=static))
     shares, at_full_depth = found(logs, "prenorm", 0.25, "flops_share", static), found(logs, "full", 0.0)
-    for said, nag in (("for equal FLOPs", loss_at(logs, "full", shares)),
-                      ("for equal FLOPs and with global thresholds", loss_at(logs, "full", shares, ("global", "modulator"))),
+    for said, nag in (("skipping by thresholds in each layer, equal FLOPs,", loss_at(logs, "full", shares)),
+                      ("skipping by global ones, equal FLOPs,", loss_at(logs, "full", shares, ("global", "modulator"))),
                       ("with 4 layers left out too", found(logs, "full", 0.25, way=static))):
         loses = subtract(nag, at_full_depth)
-        rows.append([f"full-depth NAG, {said}, loses less than the baseline with 4 layers of 16 left out", "a dial after training",
+        rows.append([f"full-depth NAG {said} loses less than the baseline with 4 layers of 16 left out", "a dial after training",
                      f"{spread(loses)}; baseline {spread(base)}", verdict(subtract(base, loses))])
     return rows
 

@@ -70,31 +70,25 @@ def draw(logs: dict, args):
     plot(args.results / "isoflop.png", lines, "skip rate in training", "validation loss at that rate, nats a byte")
 
 
-def claims(logs: dict) -> list[list[str]]:
-    def gap(budget, these, those):
-        return subtract(values(logs, "val_loss", budget, *these), values(logs, "val_loss", budget, *those))
-
-    rows, full, quarter, half = [], ("0",), ("0.25",), ("0.5",)
-    for budget in BUDGETS["laptop"]:
-        ahead = gap(budget, full, quarter)
-        if (said := verdict(ahead)) == "seen":
-            claim = "ahead of full depth"
-        else:
-            claim, said = "at most 0.01 behind full depth", verdict([each + 0.01 for each in ahead])
-        rows += [[f"skipping 25 % is {claim} at {budget} training FLOPs", "20–25 % matches or beats full depth",
-                  by(ahead, "ahead by", "behind by"), said],
-                 [f"NAG is ahead of the baseline at {budget} training FLOPs, and skipping 25 % more so", "ahead",
-                  "; ".join(f"{by(gap(budget, ('0', 'prenorm'), nag), 'ahead by', 'behind by')} at {float(nag[0]):.0%}" for nag in (full, quarter)),
-                  verdict(*(gap(budget, ("0", "prenorm"), nag) for nag in (full, quarter)))]]
-    budget = BUDGETS["laptop"][-1]
-    worse = {rate: gap(budget, (rate, "random"), (rate,)) for rate in ("0.25", "0.5")}
-    fewer, dial = gap(budget, ("0", "fewer"), half), gap(budget, ("0", "dial"), full)
-    return rows + [["the modulator chooses better than chance", "–", "; ".join(f"{by(its, 'by', 'worse by')} at {float(rate):.0%}" for rate, its
-                    in worse.items()), verdict(*worse.values())],
-                   [f"skipping 50 % is ahead of {FEWER['laptop']} blocks of 8 at full depth at {budget} training FLOPs", "–",
-                    by(fewer, "ahead by", "behind by"), verdict(fewer)],
-                   [f"at full depth a random-rate checkpoint is at most 0.01 behind full-depth training at {budget} training FLOPs", "– (ours)",
-                    by(dial, "behind by", "ahead by"), verdict([0.01 - each for each in dial])]]
+def claims(logs: dict, scale: str) -> list[list[str]]:
+    full, quarter, half = ("0", "modulator"), ("0.25", "modulator"), ("0.5", "modulator")
+    dial, fewer, baseline = ("0", "dial"), ("0", "fewer"), ("0", "prenorm")
+    compared = [
+        ("skipping 25 % is ahead of full depth", "20–25 % matches or beats full depth", quarter, full),
+        ("skipping 50 % is ahead of full depth", "–", half, full),
+        ("the modulator's choice of 25 % is ahead of chance", "–", quarter, ("0.25", "random")),
+        ("the modulator's choice of 50 % is ahead of chance", "–", half, ("0.5", "random")),
+        (f"skipping 50 % is ahead of a model of {FEWER[scale]} blocks at full depth", "–", half, fewer),
+        ("a random-rate checkpoint at full depth is ahead of full-depth training", "– (ours)", dial, full),
+        ("NAG at full depth is ahead of the baseline", "ahead", full, baseline),
+        ("NAG that skips 25 % is ahead of the baseline", "ahead", quarter, baseline),
+        ("a random-rate checkpoint at full depth is ahead of the baseline", "– (ours)", dial, baseline)]
+    rows = []
+    for claim, paper, arm, other in compared:
+        leads = {budget: subtract(values(logs, "val_loss", budget, *other), values(logs, "val_loss", budget, *arm)) for budget in BUDGETS[scale]}
+        measured = "; ".join(f"{by(lead, 'ahead by', 'behind by')} at {budget}" for budget, lead in leads.items())
+        rows.append([f"{claim}, equal training FLOPs", paper, measured, verdict(*leads.values())])
+    return rows
 
 
 if __name__ == "__main__":

@@ -77,8 +77,11 @@ def claims(log: list[dict]) -> list[list[str]]:
     timed, large = [found for found in log if "step_time" in found], log[-1]
     medians = [statistics.median(found["step_time"]) for found in timed]
     return [["parameters and FLOPs of the modulators are negligible", "negligible",
-             f"{large['parameters'] - 1:+.1%} parameters, {large['flops'] - 1:+.1%} FLOPs at width {large['width']}",
+             f"{large['parameters'] - 1:+.1%} parameters, {large['flops'] - 1:+.1%} FLOPs at width {large['width']}, counted, not trained",
              "seen" if max(large["parameters"], large["flops"]) < 1.01 else "not seen at this size"],
+            ["the backward pass needs no more memory", "–", "bytes kept for it × " + " and ".join(
+                f"{found['memory']:.2f} at width {found['width']}" for found in timed),
+             "seen" if max(found["memory"] for found in timed) < 1.01 else "not seen at this size"],
             ["the update costs no time of note", "easily fused", "a CPU's step × " + " and ".join(
                 f"{median:.2f} at width {found['width']}" for median, found in zip(medians, timed)) + "; fused kernels not yet timed",
              "seen" if max(medians) < 1.01 else "not seen at this size"]]

@@ -136,10 +136,17 @@ def said(setting: str) -> str:
 
 def draw(logs: dict, args):
     """What is reported; and all settings that were tried, the best first."""
-    rows = [[optimizer, text, arm, said(setting), spread(found), len(found)]
-            for optimizer in OPTIMIZERS for text in texts(args.scale) for arm in ("nag", "prenorm") for setting in ("", FASTER, DEFAULTS)
-            if (found := losses(logs, arm, optimizer, text, setting))]
-    print(table(args.results / "recipe.md", ["optimizer", "text", "arm", "setting", "loss", "seeds"], rows))
+    rows = []
+    for optimizer in OPTIMIZERS:
+        for text in texts(args.scale):
+            for arm in ("nag", "prenorm"):
+                defaults = losses(logs, arm, optimizer, text, DEFAULTS)
+                for setting in ("", FASTER, DEFAULTS):
+                    if found := losses(logs, arm, optimizer, text, setting):
+                        against = spread(subtract(found, defaults)) if setting != DEFAULTS else "–"
+                        rows.append([optimizer, text, arm, said(setting), spread(found), against, len(found)])
+    print(table(args.results / "recipe.md", ["optimizer", "text", "arm", "setting", "loss", "against the defaults",
+                                             "seeds"], rows))
     rows = []
     for arm, optimizer in SEARCH:
         found = [(last(logs[run], "val_loss"), setting) for setting in SEARCH[arm, optimizer]
@@ -149,10 +156,10 @@ def draw(logs: dict, args):
     print(table(args.results / "recipe-search.md", ["arm", "optimizer", "setting", "loss", "against the start"], rows))
 
 
-def claims(logs: dict) -> list[list[str]]:
+def claims(logs: dict, scale: str) -> list[list[str]]:
     rows = []
     for optimizer, its_name in OPTIMIZERS.items():
-        for text in TEXTS:
+        for text in texts(scale):
             ahead = subtract(*(losses(logs, arm, optimizer, text, DEFAULTS) for arm in ("prenorm", "nag")))
             if ahead:
                 nag, prenorm = (logs[f"{name(arm, optimizer, text, DEFAULTS)}-seed{SEEDS[0]}"] for arm in ("nag", "prenorm"))

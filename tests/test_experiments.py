@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -137,6 +138,42 @@ def test_readme_has_the_numbers_of_the_tables():
         assert figure in tables, f"{figure} is in README.md and in no table"
 
 
+def test_readme_says_in_figures_what_the_logs_say():
+    """Differences that no table shows; where a log changes, the sentence has to."""
+    import dial
+    import recipe
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    args = series.parse_args("", [])
+
+    def logs_of(module, experiment):
+        return series.finished_logs(experiment, module.jobs("laptop"), args)
+
+    def mean(name, rate, allocation="per_layer"):
+        return statistics.mean(dial.found(dials, name, rate, way=(allocation, "modulator")))
+
+    dials, searches = logs_of(dial, "dial"), logs_of(recipe, "recipe")
+    wide, low = "random-0.8", "random-0.8-low"
+    baseline = statistics.mean(dial.found(dials, "prenorm", 0.0, way=("per_layer", "static")))
+    assert f"(and {mean('random-0.5', 0.0) - baseline:.3f} against the baseline)" in readme
+    cost, to_half, to_more = mean(wide, 0.0) - mean("full", 0.0), mean(wide, 0.5) - mean(wide, 0.0), mean(wide, 0.6) - mean(wide, 0.0)
+    assert f"Rates up to 0.8 lose {to_half:.3f} to 50 % and {to_more:.3f} to 60 %, and cost {cost:.3f} at full depth" in readme
+    cost, to_less, to_half = mean(low, 0.0) - mean("full", 0.0), mean(low, 0.4) - mean(low, 0.0), mean(low, 0.5) - mean(low, 0.0)
+    assert f"they cost {cost:.3f}, and lose {to_less:.3f} to 40 % and {to_half:.3f} to 50 %" in readme
+    better = statistics.mean(series.subtract(dial.found(dials, "random-0.5", 0.25), dial.found(dials, "quarter", 0.25)))
+    assert f"training at that quarter is better by {better:.3f} there" in readme
+    assert f"by thresholds in each layer it loses {mean('full', 0.1) - mean('full', 0.0):.3f} to 10 %" in readme
+    assert f"serve it best: {mean('full', 0.1, 'global') - mean('full', 0.0):.3f} to 10 %" in readme
+
+    def gain(arm, optimizer):
+        found = {setting: series.last(searches[job.name], "val_loss") for setting in recipe.SEARCH[arm, optimizer]
+                 if (job := recipe.searched(arm, optimizer, setting, "laptop")).name in searches}
+        return f"{found[''] - min(found.values()):.3f}"
+
+    assert len(recipe.SEARCH["nag", "muon"]) == int(re.search(r"(\d+) settings each", readme)[1])
+    assert (f"{gain('prenorm', 'muon')} under Muon and {gain('prenorm', 'adamw')} under AdamW, NAG {gain('nag', 'muon')} and "
+            f"{gain('nag', 'adamw')}") in readme
+
+
 def test_logs_are_small_and_have_no_absolute_paths():
     logs = list((EXPERIMENTS / "logs").rglob("*.jsonl"))
     assert logs
@@ -206,6 +243,9 @@ def test_runs_made_by_the_printed_commands_are_drawn(tmp_path):
         (tmp_path / place / "log.jsonl").write_text(log)
         series.main("isoflop", "", isoflop.jobs, isoflop.draw, args)
         assert drawn.read_text().count("\n") == rows           # none of an unfinished run
+    alone = drawn.read_text()
+    claims.main([*args[:-1]])
+    assert drawn.read_text() == alone
     loss = series.last(list(map(json.loads, whole.splitlines())), "val_loss")
     assert f"| 6e18 | NAG | 0 | 1.000 | 1.000 | 1.00 | {loss:.4f} | – | 1 |" in drawn.read_text()
 
