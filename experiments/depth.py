@@ -3,8 +3,8 @@
     python experiments/depth.py             an hour and a half on two cores; may be interrupted and started again
     python experiments/depth.py --draw      tables and plots from the logs
 
-Both arms under Muon, which serves each of them better than AdamW (recipe.py). Their settings were found at 8 blocks: whether others
-serve 24 better is tried by one seed, as many for each arm.
+Both arms under Muon, which serves each of them better than AdamW (recipe.py). Their settings were found at 8 blocks; at 24 some others are
+tried by one seed, as many for each arm, and what helps is run by all.
 """
 
 import math
@@ -25,11 +25,12 @@ SEARCH = {"nag": ["", "--matrix_learning_rate 0.014", "--matrix_learning_rate 0.
                   "| alpha_scale=0.7 alpha_power=0"],
           "prenorm": ["", "--matrix_learning_rate 0.014", "--matrix_learning_rate 0.03", "| output_scale=0", "| output_scale=1",
                       "| embedding_std=0.5"]}
+BEST = {"nag": "--matrix_learning_rate 0.03 | alpha_scale=2", "prenorm": "--matrix_learning_rate 0.03"}      # what helped, together
 assert len({len(settings) for settings in SEARCH.values()}) == 1       # the same budget for each arm
 
 
-def name(arm: str, blocks: int) -> str:
-    return f"{arm}-muon-{blocks}blocks"
+def name(arm: str, blocks: int, kind: str = "") -> str:
+    return f"{arm}-muon-{blocks}blocks{kind}"
 
 
 def job(scale: str, arm: str, blocks: int, seed: int) -> Job:
@@ -37,6 +38,13 @@ def job(scale: str, arm: str, blocks: int, seed: int) -> Job:
     shape = SHAPES[scale][blocks == NARROW]
     return Job(f"{name(arm, blocks)}-seed{seed}", f"{ARMS[arm]} --optimizer muon --n_layer {blocks} {shape} "
                f"--seed {seed} --skip_rates 0 --eval_every 100000", evaluations=("experiments/measure_stream.py",))
+
+
+def best(scale: str, arm: str, seed: int) -> Job:
+    """One of DEEP blocks at the settings that suit it."""
+    like = job(scale, arm, DEEP, seed)
+    flags, _, changes = BEST[arm].partition("|")
+    return like._replace(name=f"{name(arm, DEEP, '-best')}-seed{seed}", flags=f"{like.flags} {flags}", changes=changes)
 
 
 def searched(scale: str, arm: str, setting: str) -> Job:
@@ -51,16 +59,17 @@ def jobs(scale: str) -> list[Job]:
     if scale == "smoke":
         return [job(scale, "nag", 3, 1), job(scale, "prenorm", 6, 1)]
     reported = [job(scale, arm, blocks, seed) for seed in SEEDS for blocks in BLOCKS for arm in ARMS]
+    reported += [best(scale, arm, seed) for seed in SEEDS for arm in ARMS]
     return reported + [searched(scale, arm, setting) for settings in zip(*SEARCH.values()) for arm, setting in zip(SEARCH, settings)]
 
 
-def losses(logs: dict, arm: str, blocks: int) -> list[float]:
-    return by_seed(logs, name(arm, blocks), lambda log: last(log, "val_loss"))
+def losses(logs: dict, arm: str, blocks: int, kind: str = "") -> list[float]:
+    return by_seed(logs, name(arm, blocks, kind), lambda log: last(log, "val_loss"))
 
 
-def gaps(logs: dict, blocks: int) -> list[float]:
+def gaps(logs: dict, blocks: int, kind: str = "") -> list[float]:
     """How far NAG is ahead."""
-    return subtract(losses(logs, "prenorm", blocks), losses(logs, "nag", blocks))
+    return subtract(losses(logs, "prenorm", blocks, kind), losses(logs, "nag", blocks, kind))
 
 
 def stream(logs: dict, arm: str, blocks: int, value) -> list:
@@ -100,9 +109,11 @@ def from_embedding(found: dict) -> float:
 
 
 def draw(logs: dict, args):
-    rows = [[blocks, by_seed(logs, name("nag", blocks), lambda log: last(log, "config"))[0]["n_embd"],
-             *(spread(losses(logs, arm, blocks)) for arm in ARMS), spread(gap), larger(logs, blocks), len(gap)]
-            for blocks in BLOCKS if (gap := gaps(logs, blocks))]
+    shown = [(blocks, "") for blocks in BLOCKS]
+    shown.insert(BLOCKS.index(DEEP) + 1, (DEEP, "-best"))
+    rows = [[f"{blocks}{', what suits it' * bool(kind)}", by_seed(logs, name("nag", blocks), lambda log: last(log, "config"))[0]["n_embd"],
+             *(spread(losses(logs, arm, blocks, kind)) for arm in ARMS), spread(gap), larger(logs, blocks), len(gap)]
+            for blocks, kind in shown if (gap := gaps(logs, blocks, kind))]
     print(table(args.results / "depth.md", ["blocks", "width", "NAG", "pre-norm", "pre-norm − NAG",
                                             "parameters, NAG ÷ pre-norm", "seeds"], rows))
     wide = [blocks for blocks in BLOCKS if blocks != NARROW]
@@ -127,7 +138,7 @@ def draw(logs: dict, args):
 
 
 def claims(logs: dict, scale: str) -> list[list[str]]:
-    ahead = {blocks: gaps(logs, blocks) for blocks in (3, DEEP)}
+    ahead, tuned = {blocks: gaps(logs, blocks) for blocks in (3, DEEP)}, gaps(logs, DEEP, "-best")
     if not all(ahead.values()):
         return []
     at = {blocks: f"{by(gap, 'ahead by', 'behind by')} at {blocks} blocks, parameters × {larger(logs, blocks)}"
@@ -137,6 +148,8 @@ def claims(logs: dict, scale: str) -> list[list[str]]:
     times, times_grown = ([prenorm / nag for prenorm, nag in zip(*found)] for found in (at_end, grown))
     return [
         ["NAG is ahead at 24 blocks after equal tokens", "ahead", at[DEEP], verdict(ahead[DEEP])],
+        ["NAG is ahead at 24 blocks after equal tokens, each arm at what suits it there", "ahead", by(tuned, "ahead by", "behind by"),
+         verdict(tuned)],
         ["NAG gains on the baseline from 3 blocks to 24", "the gap grows with depth", "; ".join(at.values()),
          verdict(subtract(ahead[DEEP], ahead[3]))],
         ["the baseline's residual has grown more after the last of 24 blocks", "up to 120 × larger than NAG's",
