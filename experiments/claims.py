@@ -11,7 +11,7 @@ import dial
 import isoflop
 import overheads
 import recipe
-from series import GPU_SCALES, NOT_YET, finished_logs, guarded, on_gpus, parse_args, read_log, table
+from series import NOT_YET, finished_logs, guarded, jobs_at, parse_args, read_log, table
 
 SERIES = {"recipe": recipe, "depth": depth, "isoflop": isoflop, "dial": dial}
 
@@ -20,8 +20,7 @@ def draw_all(args):
     rows = []
     with contextlib.redirect_stdout(io.StringIO()):         # of the other tables, each of which its own script prints
         for experiment, module in SERIES.items():
-            jobs = module.jobs(args.scale)
-            logs = finished_logs(experiment, on_gpus(jobs) if args.scale in GPU_SCALES else jobs, args)
+            logs = finished_logs(experiment, jobs_at(args.scale, module.jobs), args)
             module.draw(logs, args)
             rows += module.claims(logs, args.scale)
         overheads.draw(log := read_log(overheads.log_path(args)), args)

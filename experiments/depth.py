@@ -10,7 +10,7 @@ tried by one seed, as many for each arm, and what helps is run by all.
 import math
 import statistics
 
-from recipe import DEFAULTS, SEARCH_SEED, SEARCH_STEPS, said
+from recipe import DEFAULTS, SEARCH_SEED, SEARCH_STEPS, in_a_name, said
 from series import SEEDS, Job, by, by_seed, last, main, plot, spread, subtract, table, verdict
 
 NARROW = 48                             # so deep that it has to be narrower to fit in some minutes
@@ -40,26 +40,24 @@ def job(scale: str, arm: str, blocks: int, seed: int) -> Job:
                f"--seed {seed} --skip_rates 0 --eval_every 100000", evaluations=("experiments/measure_stream.py",))
 
 
-def best(scale: str, arm: str, seed: int) -> Job:
-    """One of DEEP blocks at the settings that suit it."""
+def deep(scale: str, arm: str, seed: int, kind: str, setting: str) -> Job:
+    """One of DEEP blocks at a setting."""
     like = job(scale, arm, DEEP, seed)
-    flags, _, changes = BEST[arm].partition("|")
-    return like._replace(name=f"{name(arm, DEEP, '-best')}-seed{seed}", flags=f"{like.flags} {flags}", changes=changes)
+    flags, _, changes = setting.partition("|")
+    return like._replace(name=f"{name(arm, DEEP, kind)}-seed{seed}", flags=f"{like.flags} {flags}", changes=changes)
 
 
 def searched(scale: str, arm: str, setting: str) -> Job:
     """A shorter one, by a seed of its own, that tries a setting."""
-    like = job(scale, arm, DEEP, SEARCH_SEED)
-    flags, _, changes = setting.partition("|")
-    tried = "_".join(setting.replace("--", "").replace("|", "").split()) or DEFAULTS
-    return Job(f"{name(arm, DEEP)}-{tried}-seed{SEARCH_SEED}", f"{like.flags} --steps {SEARCH_STEPS[scale]} {flags}", changes=changes)
+    tried = deep(scale, arm, SEARCH_SEED, f"-{in_a_name(setting) or DEFAULTS}", f"--steps {SEARCH_STEPS[scale]} {setting}")
+    return tried._replace(evaluations=())
 
 
 def jobs(scale: str) -> list[Job]:
     if scale == "smoke":
         return [job(scale, "nag", 3, 1), job(scale, "prenorm", 6, 1)]
     reported = [job(scale, arm, blocks, seed) for seed in SEEDS for blocks in BLOCKS for arm in ARMS]
-    reported += [best(scale, arm, seed) for seed in SEEDS for arm in ARMS]
+    reported += [deep(scale, arm, seed, "-best", BEST[arm]) for seed in SEEDS for arm in ARMS]
     return reported + [searched(scale, arm, setting) for settings in zip(*SEARCH.values()) for arm, setting in zip(SEARCH, settings)]
 
 

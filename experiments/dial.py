@@ -89,9 +89,8 @@ def draw(logs: dict, args):
 
 
 def claims(logs: dict, scale: str) -> list[list[str]]:
-    rows, static, chance = [], ("per_layer", "static"), ("per_layer", "random")
-    ways = {("per_layer", "modulator"): "by thresholds in each layer", ("global", "modulator"): "by global ones",
-            static: "by whole layers left out"}
+    rows, (each_layer, overall, chance, static) = [], WAYS
+    ways = {each_layer: "by thresholds in each layer", overall: "by global ones", static: "by whole layers left out"}
     for kind, said in SAID.items():
         full, random = f"full{kind}", f"random-0.5{kind}"
         lost = subtract(found(logs, random, 0.4), found(logs, random, 0.0))
@@ -106,14 +105,14 @@ def claims(logs: dict, scale: str) -> list[list[str]]:
         rows.append([f"of a {said} checkpoint: the modulator chooses 25 % better than chance", "a dial after training",
                      by(better, "better by", "worse by"), verdict(better)])
         shares, whole = (found(logs, name, 0.25, key, static) for key in ("flops_share", "val_loss"))
-        for way in (("per_layer", "modulator"), ("global", "modulator")):
+        for way in (each_layer, overall):
             better = subtract(whole, loss_at(logs, name, shares, way))
             rows.append([f"of a {said} checkpoint: skipping {ways[way]} is better than leaving 4 whole layers of 16 out, equal FLOPs",
                          "a dial after training", by(better, "better by", "worse by"), verdict(better)])
     base = subtract(found(logs, "prenorm", 0.25, way=static), found(logs, "prenorm", 0.0, way=static))
     shares, at_full_depth = found(logs, "prenorm", 0.25, "flops_share", static), found(logs, "full", 0.0)
     for said, nag in (("skipping by thresholds in each layer, equal FLOPs,", loss_at(logs, "full", shares)),
-                      ("skipping by global ones, equal FLOPs,", loss_at(logs, "full", shares, ("global", "modulator"))),
+                      ("skipping by global ones, equal FLOPs,", loss_at(logs, "full", shares, overall)),
                       ("with 4 layers left out too", found(logs, "full", 0.25, way=static))):
         loses = subtract(nag, at_full_depth)
         rows.append([f"full-depth NAG {said} loses less than the baseline with 4 layers of 16 left out", "a dial after training",

@@ -4,6 +4,7 @@
     python experiments/recipe.py --draw     experiments/results/recipe.md from the logs
 """
 
+import itertools
 import math
 
 from series import OPTIMIZERS, SEEDS, TEXT_ON_GPUS, Job, by, by_seed, last, main, spread, subtract, table, verdict
@@ -93,8 +94,13 @@ DEFAULTS = "defaults"                   # what it ended with: model.py's and tra
 FASTER = f"{DEFAULTS} --matrix_learning_rate 0.04"      # the best in the short runs of the search
 
 
+def in_a_name(setting: str) -> str:
+    """The words of a setting, as part of a run's name; nothing of an empty one."""
+    return "_".join(setting.replace("--", "").replace("|", "").split())
+
+
 def name(arm: str, optimizer: str, text: str, setting: str) -> str:
-    return "-".join((arm, optimizer, text, "_".join(setting.replace("--", "").replace("|", "").split()) or "start"))
+    return "-".join((arm, optimizer, text, in_a_name(setting) or "start"))
 
 
 def job(arm: str, optimizer: str, text: str, setting: str, seed: int, steps: str = "") -> Job:
@@ -137,14 +143,10 @@ def said(setting: str) -> str:
 def draw(logs: dict, args):
     """What is reported; and all settings that were tried, the best first."""
     rows = []
-    for optimizer in OPTIMIZERS:
-        for text in texts(args.scale):
-            for arm in ("nag", "prenorm"):
-                defaults = losses(logs, arm, optimizer, text, DEFAULTS)
-                for setting in ("", FASTER, DEFAULTS):
-                    if found := losses(logs, arm, optimizer, text, setting):
-                        against = spread(subtract(found, defaults)) if setting != DEFAULTS else "–"
-                        rows.append([optimizer, text, arm, said(setting), spread(found), against, len(found)])
+    for optimizer, text, arm, setting in itertools.product(OPTIMIZERS, texts(args.scale), ("nag", "prenorm"), ("", FASTER, DEFAULTS)):
+        if found := losses(logs, arm, optimizer, text, setting):
+            against = spread(subtract(found, losses(logs, arm, optimizer, text, DEFAULTS))) if setting != DEFAULTS else "–"
+            rows.append([optimizer, text, arm, said(setting), spread(found), against, len(found)])
     print(table(args.results / "recipe.md", ["optimizer", "text", "arm", "setting", "loss", "against the defaults",
                                              "seeds"], rows))
     rows = []

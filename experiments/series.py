@@ -122,12 +122,11 @@ def main(experiment: str, description: str, jobs, draw, argv=None):
     if args.print_commands:
         guarded(experiment, print_commands, experiment, jobs)
     else:
-        guarded(experiment, run_and_draw, experiment, jobs(args.scale), draw, args)
+        guarded(experiment, run_and_draw, experiment, jobs_at(args.scale, jobs), draw, args)
 
 
 def run_and_draw(experiment: str, jobs: list[Job], draw, args):
     if args.scale in GPU_SCALES:
-        jobs = on_gpus(jobs)
         collect(experiment, jobs, args)
     elif not args.draw:
         run_all(experiment, jobs, args)
@@ -137,7 +136,7 @@ def run_and_draw(experiment: str, jobs: list[Job], draw, args):
 def print_commands(experiment: str, jobs):
     for scale in GPU_SCALES:
         print(f"# {scale}; the text: python prepare_data.py --source {TEXT_ON_GPUS} --encoding gpt2 --out_dir data/{TEXT_ON_GPUS}")
-        for job in on_gpus(jobs(scale)):
+        for job in jobs_at(scale, jobs):
             training, *evaluations = job.commands(scale, "data", f"runs/{scale}/{experiment}/{job.name}")
             print(ON_GPUS, *training, "--resume")
             for words in evaluations:
@@ -145,8 +144,9 @@ def print_commands(experiment: str, jobs):
         print(f"# tables and plots of what is finished: python experiments/{experiment}.py --scale {scale} --draw")
 
 
-def on_gpus(jobs: list[Job]) -> list[Job]:
-    return [job._replace(text=TEXT_ON_GPUS) for job in jobs]
+def jobs_at(scale: str, jobs) -> list[Job]:
+    """jobs(scale); on GPUs they read another text."""
+    return [job._replace(text=TEXT_ON_GPUS) if scale in GPU_SCALES else job for job in jobs(scale)]
 
 
 def collect(experiment: str, jobs: list[Job], args):

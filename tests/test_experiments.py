@@ -19,9 +19,11 @@ EXPERIMENTS = ROOT / "experiments"
 sys.path.insert(0, str(EXPERIMENTS))
 
 import claims  # noqa: E402  (after the path is set)
+import dial  # noqa: E402
 import isoflop  # noqa: E402
 import measure_stream  # noqa: E402
 import overheads  # noqa: E402
+import recipe  # noqa: E402
 import series  # noqa: E402
 import train  # noqa: E402
 import variant  # noqa: E402
@@ -112,18 +114,23 @@ def test_a_run_that_fails_is_named_in_one_line(texts, tmp_path):
     assert wrong.returncode == 2 and "--n_embd 16 --n_head 3" in error and error.startswith("wrong.py: error:")
 
 
-def test_the_committed_tables_are_those_of_the_committed_logs(tmp_path):
-    shutil.copytree(EXPERIMENTS / "logs", tmp_path / "logs")
-    claims.main(["--out_dir", str(tmp_path)])
-    drawn = {path.name: path.read_text() for path in (tmp_path / "results").glob("*.md")}
+@pytest.fixture(scope="module")
+def drawn_anew(tmp_path_factory):
+    """Tables and plots from the committed logs."""
+    folder = tmp_path_factory.mktemp("drawn")
+    shutil.copytree(EXPERIMENTS / "logs", folder / "logs")
+    claims.main(["--out_dir", str(folder)])
+    return folder / "results"
+
+
+def test_the_committed_tables_are_those_of_the_committed_logs(drawn_anew):
+    drawn = {path.name: path.read_text() for path in drawn_anew.glob("*.md")}
     assert drawn == {path.name: path.read_text() for path in RESULTS}
 
 
-def test_all_plots_are_drawn(tmp_path):
+def test_all_plots_are_drawn(drawn_anew):
     pytest.importorskip("matplotlib")
-    shutil.copytree(EXPERIMENTS / "logs", tmp_path / "logs")
-    claims.main(["--out_dir", str(tmp_path)])
-    drawn = {path.name for path in (tmp_path / "results").glob("*.png") if path.stat().st_size > 5000}
+    drawn = {path.name for path in drawn_anew.glob("*.png") if path.stat().st_size > 5000}
     assert drawn == {path.name for path in (EXPERIMENTS / "results").glob("*.png")}
 
 
@@ -140,18 +147,13 @@ def test_readme_has_the_numbers_of_the_tables():
 
 def test_readme_says_in_figures_what_the_logs_say():
     """Differences that no table shows; where a log changes, the sentence has to."""
-    import dial
-    import recipe
     readme = " ".join((ROOT / "README.md").read_text().split())
     args = series.parse_args("", [])
-
-    def logs_of(module, experiment):
-        return series.finished_logs(experiment, module.jobs("laptop"), args)
+    dials, searches = (series.finished_logs(each, claims.SERIES[each].jobs("laptop"), args) for each in ("dial", "recipe"))
 
     def mean(name, rate, allocation="per_layer"):
         return statistics.mean(dial.found(dials, name, rate, way=(allocation, "modulator")))
 
-    dials, searches = logs_of(dial, "dial"), logs_of(recipe, "recipe")
     wide, low = "random-0.8", "random-0.8-low"
     baseline = statistics.mean(dial.found(dials, "prenorm", 0.0, way=("per_layer", "static")))
     assert f"(and {mean('random-0.5', 0.0) - baseline:.3f} against the baseline)" in readme
@@ -232,7 +234,7 @@ def test_a_run_with_other_flags_is_not_gone_on_with(texts, tmp_path):
 
 def test_runs_made_by_the_printed_commands_are_drawn(tmp_path):
     """Their folders are named in the commands; here a small run's log stands there."""
-    job = series.on_gpus(isoflop.jobs("124m"))[0]
+    job = series.jobs_at("124m", isoflop.jobs)[0]
     place = f"runs/124m/isoflop/{job.name}"
     args = ["--scale", "124m", "--runs", str(tmp_path / "runs"), "--out_dir", str(tmp_path), "--draw"]
     drawn = tmp_path / "results" / "isoflop.md"
@@ -244,7 +246,7 @@ def test_runs_made_by_the_printed_commands_are_drawn(tmp_path):
         series.main("isoflop", "", isoflop.jobs, isoflop.draw, args)
         assert drawn.read_text().count("\n") == rows           # none of an unfinished run
     alone = drawn.read_text()
-    claims.main([*args[:-1]])
+    claims.main(args[:-1])                  # which knows no --draw
     assert drawn.read_text() == alone
     loss = series.last(list(map(json.loads, whole.splitlines())), "val_loss")
     assert f"| 6e18 | NAG | 0 | 1.000 | 1.000 | 1.00 | {loss:.4f} | – | 1 |" in drawn.read_text()
@@ -263,7 +265,6 @@ def test_mistakes_cost_one_line(tmp_path, capsys):
 
 def test_a_dial_is_compared_at_equal_flops(monkeypatch):
     """A loss that is 1 − share everywhere: read between the rates, for each seed at its own share."""
-    import dial
     shares = {rate: 1 - rate / 2 for rate in dial.RATES}
     monkeypatch.setattr(dial, "found", lambda logs, name, rate, key, way: [
         shares[rate] if key == "flops_share" else 1 - shares[rate]] * 2)
